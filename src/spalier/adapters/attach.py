@@ -1,0 +1,227 @@
+"""Attach an adapter to a network in place, and take it off again: plan everything, then change it at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from spalier.adapters.attachment import Attachment, Updated, attachment_of
+from spalier.adapters.config import Adapter, Fit
+from spalier.adapters.finetune import FineTune
+from spalier.adapters.forward import updates
+from spalier.adapters.layers import Geometry, is_finite, is_norm
+from spalier.adapters.selection import Names, Targets, select_adaptable, select_named
+from spalier.adapters.summary import Row, Summary
+from spalier.adapters.ties import check_ties
+from spalier.errors import AttachmentError, ConfigError, NonFiniteError, RankError, TargetError
+
+Weights = dict[str, tuple[Geometry, Fit]]
+
+
+def attach_(
+    net: nn.Module,
+    adapter: Adapter | FineTune,
+    *,
+    targets: Targets = None,
+    head: str | Sequence[str] | None = None,
+    norms: bool = True,
+) -> Summary:
+    """Freeze ``net`` and put an adapter on its layers, in place.
+
+    Module names, classes and the keys of the base weights stay. The adapters, the norms and the head learn,
+    nothing else; the returned summary prints what learns. The base tensors are neither copied nor changed,
+    however long the network trains: norms and head learn in copies, and `detach_` gives the very network back.
+    Make the optimizer after this call, from the parameters that require gradients.
+
+    Args:
+        net: any network; a layer of an unsupported kind stays frozen and is listed in the summary.
+        adapter: `SPLoRA`, `SPPaRA`, `LoRA` or `FineTune`.
+        targets: what to adapt; by default all that can be. A name or glob pattern of module names, or several,
+            each meaning all inside of it too; or a predicate of name and module.
+        head: the classifier, learned in full instead of adapted; a name or pattern like ``targets``.
+        norms: whether normalisation layers learn (their running statistics are the task's own).
+
+    >>> from spalier import SPLoRA
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 2))
+    >>> print(attach_(net, SPLoRA(rank=2), head="3"))
+    layer  kind         parameters  rank  learned  learns
+    0      Conv2d              224     2       22  adapter
+    1      BatchNorm2d          16     -       16  norm
+    3      Linear               18     -       18  head
+    learned: 56 of 258 parameters (21.7%)
+    """
+    _check_arguments(net, adapter, norms)
+    names = Names(net)
+    plan = _plan(names, adapter, targets, head, norms)
+    updated = _build(names, plan, adapter)  # allocates; what follows only assigns
+    attachment = Attachment(adapter, _summarise(names, plan))
+    attachment.freeze_(net)
+    attachment.thaw_(list(plan.learned))
+    attachment.adapt_(updated)
+    _close_fast_paths_(net, attachment)
+    net.__dict__["_spalier"] = attachment
+    return attachment.summary
+
+
+def detach_(net: nn.Module) -> None:
+    """Take the adapter off and give the original network back, in place: the same tensors, bit for bit.
+
+    What was learned is dropped; `fuse` first to keep it.
+
+    >>> from spalier import SPLoRA
+    >>> net = nn.Sequential(nn.Linear(4, 4))
+    >>> before = net[0].weight
+    >>> _ = attach_(net, SPLoRA(rank=1))
+    >>> detach_(net)
+    >>> net[0].weight is before, list(net.state_dict())
+    (True, ['0.weight', '0.bias'])
+    """
+    attachment = attachment_of(net)
+    attachment.remove_()
+    attachment.restore_()
+    del net.__dict__["_spalier"]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    adapted: dict[nn.Module, Weights]
+    learned: dict[nn.Module, str]
+    """Modules whose own tensors learn as they are, and as what: norm, head or weights."""
+    unpaid: set[nn.Module]
+    """Layers that a cap left without a rank."""
+
+
+def _plan(
+    names: Names,
+    adapter: Adapter | FineTune,
+    targets: Targets,
+    head: str | Sequence[str] | None,
+    norms: bool,
+) -> _Plan:
+    learned = {m: "norm" for m in names.of if norms and is_norm(m)}
+    learned |= {m: "head" for m in names.of if m in select_named(names, "head", head)}
+    if isinstance(adapter, FineTune):
+        plan = _Plan({}, _fine_tuned(names, targets) | learned, set())
+    else:
+        chosen = select_adaptable(names, targets, excluded=set(learned))
+        plan = _fit(names, adapter, chosen, learned)
+    _check_finite(names, plan)
+    check_ties(names, {m: set(w) for m, w in plan.adapted.items()}, set(plan.learned))
+    return plan
+
+
+def _fine_tuned(names: Names, targets: Targets) -> dict[nn.Module, str]:
+    owners = [m for m in names.of if any(True for _ in m.parameters(recurse=False))]
+    if callable(targets) and not isinstance(targets, str):
+        owners = [m for m in owners if targets(names.first(m), m)]
+    elif targets is not None:
+        chosen = select_named(names, "targets", targets)
+        owners = [m for m in owners if m in chosen]
+    if not owners:
+        raise TargetError("nothing to fine-tune: no selected module has parameters of its own")
+    return {module: "weights" for module in owners}
+
+
+def _fit(
+    names: Names,
+    adapter: Adapter,
+    chosen: dict[nn.Module, dict[str, Geometry]],
+    learned: dict[nn.Module, str],
+) -> _Plan:
+    adapted: dict[nn.Module, Weights] = {}
+    unpaid = set()
+    for layer, weights in chosen.items():
+        if updates(layer):
+            raise AttachmentError(f"{names.first(layer)} carries an adapter already; detach_ its network first")
+        try:
+            fits = {name: (geometry, adapter.fit(geometry)) for name, geometry in weights.items()}
+        except RankError as error:
+            raise RankError(f"{names.first(layer)} ({type(layer).__name__}): {error}") from None
+        paid = {name: entry for name, entry in fits.items() if entry[1].learned}
+        if paid:
+            adapted[layer] = paid
+        else:
+            unpaid.add(layer)
+    if not adapted:
+        why = "no rank pays for any layer" if unpaid else "it has no layer that can be adapted outside of the head"
+        raise TargetError(f"nothing to adapt in this network: {why}")
+    return _Plan(adapted, learned, unpaid)
+
+
+def _build(names: Names, plan: _Plan, adapter: Adapter | FineTune) -> list[Updated]:
+    if isinstance(adapter, FineTune):
+        return []
+    built: dict[int, nn.Module] = {}  # tied weights share one update
+    updated = []
+    for layer, weights in plan.adapted.items():
+        for name, (geometry, fit) in weights.items():
+            weight = layer.get_parameter(name)
+            if id(weight) not in built:
+                built[id(weight)] = adapter.build(geometry, fit, weight)
+            updated.append(Updated(names.first(layer), layer, name, built[id(weight)]))
+    return updated
+
+
+def _close_fast_paths_(net: nn.Module, attachment: Attachment) -> None:
+    """Keep PyTorch's inference fast paths, which read weights without calling layers, from going past the adapters."""
+    adapted = {entry.layer for entry in attachment.updated}
+    for module in net.modules():
+        inside = adapted.intersection(module.modules())
+        if isinstance(module, nn.MultiheadAttention) and module not in adapted and inside:
+            attachment.divert_(module)  # only its out_proj is adapted
+        elif isinstance(module, nn.TransformerEncoderLayer) and inside:
+            attachment.override_(module, "activation_relu_or_gelu", 0)
+        elif isinstance(module, nn.TransformerEncoder) and inside:
+            attachment.override_(module, "use_nested_tensor", False)
+
+
+def _summarise(names: Names, plan: _Plan) -> Summary:
+    rows = []
+    counted: set[int] = set()
+    for module in names.of:
+        own = [p for p in module.parameters(recurse=False) if id(p) not in counted]
+        counted.update(map(id, own))
+        if own or module in plan.adapted:
+            rows.append(_row(names.first(module), module, sum(p.numel() for p in own), plan))
+    total, learned = sum(r.parameters for r in rows), sum(r.learned for r in rows)
+    return Summary(tuple(rows), total, learned)
+
+
+def _row(name: str, module: nn.Module, parameters: int, plan: _Plan) -> Row:
+    kind = type(module).__name__
+    if module in plan.learned:
+        return Row(name, kind, parameters, None, parameters, plan.learned[module])
+    if module not in plan.adapted:
+        reason = "frozen (no rank pays)" if module in plan.unpaid else "frozen"
+        return Row(name, kind, parameters, None, 0, reason)
+    if not parameters:
+        return Row(name, kind, 0, None, 0, "adapter (tied)")
+    fits = [fit for _, fit in plan.adapted[module].values()]
+    adapted = sum(geometry.numel for geometry, _ in plan.adapted[module].values())
+    learned = sum(fit.learned for fit in fits)
+    return Row(name, kind, parameters, fits[0].rank, learned, "adapter", adapted)
+
+
+def _check_arguments(net: object, adapter: object, norms: object) -> None:
+    if not isinstance(net, nn.Module):
+        raise ConfigError(f"net is a {type(net).__name__}, expected a torch.nn.Module")
+    if isinstance(adapter, type) or not (
+        isinstance(adapter, FineTune) or (hasattr(adapter, "fit") and hasattr(adapter, "build"))
+    ):
+        raise ConfigError(f"adapter is {adapter!r}, expected one such as SPLoRA(rank=8)")
+    if not isinstance(norms, bool):
+        raise ConfigError(f"norms is {norms!r}, expected True or False")
+    if any("_spalier" in module.__dict__ for module in net.modules()):
+        raise AttachmentError("the network is adapted already; call detach_ first to adapt it anew")
+
+
+def _check_finite(names: Names, plan: _Plan) -> None:
+    for module in (*plan.adapted, *plan.learned):
+        for key, parameter in module.named_parameters(recurse=False):
+            if not is_finite(parameter):
+                raise NonFiniteError(
+                    f"{names.first(module)}.{key} holds NaN or infinite values before any training; "
+                    "load sound weights first"
+                )

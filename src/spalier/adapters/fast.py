@@ -1,0 +1,210 @@
+"""Low-rank updates at little more than the cost of the frozen layer: hand-written backward passes.
+
+Plain autograd would form the gradient of the whole weight, as dear as in full fine-tuning, to project it on two
+thin factors. Here the factors' gradients come from thin matrix products and the weight's is never formed. Of
+the two ways to run a layer (Eq. 3), the cheaper is chosen from the shapes alone, so that runs repeat to the bit:
+
+- *fused*: ``W + up^T down`` is formed, the layer runs once, and backward forms it again instead of keeping it;
+- *parallel*: the frozen layer runs, and the thin path is accumulated into its output in place.
+
+Both keep for backward what the layer's neighbours keep anyway, the input, and no thin activation.
+Factors are rank-major, ``down`` (r, in) and ``up`` (r, out): ``x @ down.T`` and ``h.T @ x`` are the fast orientations.
+Every operation in ``backward`` is differentiable, so second derivatives work too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spalier.adapters.window import Window
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> Tensor:
+    """``x (W + up^T down)^T + bias`` with W frozen; x is (..., in)."""
+    out: Tensor = _Linear.apply(*_autocast(x, weight, bias, down, up))  # type: ignore[no-untyped-call]
+    return out
+
+
+def conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, window: Window
+) -> Tensor:
+    """A convolution with ``W + up^T down``, W frozen, one group; x is (batch, in, ...).
+
+    ``down`` of shape (r, in) updates the centre tap, (r, in, *kernel) the whole kernel.
+    """
+    operands = _autocast(x, weight, bias, down, up)
+    out: Tensor = _Conv.apply(*operands, *window)  # type: ignore[no-untyped-call]
+    return out
+
+
+def embedding(
+    x: Tensor, weight: Tensor, down: Tensor, up: Tensor, padding_idx: int | None, scale_grad: bool
+) -> Tensor:
+    """Rows x of ``W + down^T up`` with W frozen; only the rows that are read are ever formed."""
+    rows = F.embedding(x, weight)
+    thin = F.embedding(x, down.T, padding_idx, scale_grad_by_freq=scale_grad)  # (..., r)
+    return rows + thin @ up
+
+
+def _autocast(*tensors: Tensor | None) -> Any:
+    """Cast the operands as autocast would, outside of the custom functions: their backward runs without it."""
+    device = next(t.device.type for t in tensors if t is not None)
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
+def _fusing_pays(pixels: int, weight: Tensor) -> bool:
+    """Forming the fused weight, memory-bound, costs about as much as the thin path over this many pixels."""
+    outputs, inputs = weight.shape[:2]
+    return pixels * (inputs + outputs) > 2 * weight.numel()
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor
+    ) -> Tensor:
+        if _fusing_pays(x.shape[:-1].numel(), weight):
+            return F.linear(x, torch.addmm(weight, up.T, down), bias)
+        out = F.linear(x, weight, bias)
+        out.view(-1, out.shape[-1]).addmm_(_flat(x) @ down.T, up)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, _, down, up = inputs
+        ctx.save_for_backward(x, weight, down, up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x, weight, down, up = ctx.saved_tensors
+        need_x, _, need_bias, need_down, need_up = ctx.needs_input_grad
+        flat_x, flat_grad = _flat(x), _flat(grad)
+        thin_grad = flat_grad @ up.T  # (pixels, r)
+        grad_x = None
+        if need_x and _fusing_pays(len(flat_x), weight):
+            grad_x = flat_grad @ torch.addmm(weight, up.T, down)
+        elif need_x:
+            grad_x = (flat_grad @ weight).addmm_(thin_grad, down)
+        return (
+            None if grad_x is None else grad_x.view(x.shape),
+            None,
+            flat_grad.sum(0) if need_bias else None,
+            thin_grad.T @ flat_x if need_down else None,
+            (flat_x @ down.T).T @ flat_grad if need_up else None,
+        )
+
+
+class _Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, *window: Any
+    ) -> Tensor:
+        at = Window(*window)
+        if down.dim() > 2 or _fusing_pays(len(x) * at.outputs(x.shape[2:]).numel(), weight):
+            return at.convolve(x, _fused(weight, down, up), bias)
+        out = at.convolve(x, weight, bias)
+        return _accumulate_(out, _project(at.centre_tap(x), down), up)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, _, down, up, *ctx.window = inputs
+        ctx.save_for_backward(x, weight, down, up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x, weight, down, up = ctx.saved_tensors
+        at = Window(*ctx.window)
+        need_x, _, need_bias, *need_factors = ctx.needs_input_grad[:5]
+        grad_x = grad_down = grad_up = None
+        if need_x:
+            grad_x = _grad_input(grad, x, weight, down, up, at)
+        if any(need_factors) and down.dim() > 2:
+            grad_down, grad_up = _grad_whole_kernel(grad, x, down, up, at)
+        elif any(need_factors):
+            grad_down, grad_up = _grad_centre_tap(grad, at.centre_tap(x), down, up)
+        grad_bias = grad.sum([0, *range(2, grad.dim())]) if need_bias else None
+        return grad_x, None, grad_bias, grad_down, grad_up, *(None for _ in ctx.window)
+
+
+def _fused(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """``W + up^T down`` (Eq. 3), in W's memory layout."""
+    if down.dim() > 2:
+        return weight + (up.T @ down.flatten(1)).view(weight.shape)
+    if weight.shape[2:].numel() == 1:
+        return torch.addmm(weight.flatten(1), up.T, down).view(weight.shape)
+    fused = weight.clone()
+    fused[:, :, *(k // 2 for k in weight.shape[2:])].addmm_(up.T, down)
+    return fused
+
+
+def _grad_input(
+    grad: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, at: Window
+) -> Tensor:
+    many = _fusing_pays(len(grad) * grad.shape[2:].numel(), weight)
+    if many or down.dim() > 2 or not at.is_aligned():
+        return at.backward(grad, x, _fused(weight, down, up), of="input")
+    grad_x = at.backward(grad, x, weight, of="input")
+    return _accumulate_(grad_x, _project(grad, up), down)
+
+
+def _grad_centre_tap(grad: Tensor, x: Tensor, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    inputs, outputs, rank = x.shape[1], grad.shape[1], len(down)
+    if inputs * outputs <= 4 * rank * (inputs + outputs):  # one square product beats four thin ones
+        pointwise = _correlate(grad, x)  # (out, in)
+        return up @ pointwise, down @ pointwise.T
+    return _correlate(_project(grad, up), x), _correlate(_project(x, down), grad)
+
+
+def _grad_whole_kernel(
+    grad: Tensor, x: Tensor, down: Tensor, up: Tensor, at: Window
+) -> tuple[Tensor, Tensor]:
+    grad_down = at.backward(_project(grad, up), x, down, of="weight")
+    return grad_down, _correlate(at.convolve(x, down, None), grad)
+
+
+# The thin products, over (batch, channels, ...) in either memory layout, without copying the wide side.
+
+
+def _project(x: Tensor, factor: Tensor) -> Tensor:
+    """(batch, channels, ...) by (r, channels): (batch, r, ...)."""
+    if _is_channels_last(x):
+        thin = _rows(x) @ factor.T  # (pixels, r)
+        return thin.view(len(x), *x.shape[2:], len(factor)).movedim(-1, 1)
+    return (factor @ x.flatten(2)).view(len(x), len(factor), *x.shape[2:])
+
+
+def _correlate(a: Tensor, b: Tensor) -> Tensor:
+    """Sum over batch and positions of a b^T: (channels of a, channels of b)."""
+    if _is_channels_last(b):
+        return _rows(a).T @ _rows(b)
+    return torch.bmm(a.flatten(2), b.flatten(2).mT).sum(0)
+
+
+def _accumulate_(out: Tensor, thin: Tensor, factor: Tensor) -> Tensor:
+    """Add ``thin`` (batch, r, ...) by (r, channels) to ``out`` (batch, channels, ...), in place."""
+    if _is_channels_last(out):
+        out.movedim(1, -1).view(-1, out.shape[1]).addmm_(_rows(thin), factor)
+    else:
+        left = factor.T.expand(len(out), -1, -1)
+        out.view(len(out), out.shape[1], -1).baddbmm_(left, thin.flatten(2))
+    return out
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    return x.stride(1) == 1
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(batch, channels, ...) as (pixels, channels)."""
+    return x.movedim(1, -1).reshape(-1, x.shape[1])
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])

@@ -1,0 +1,149 @@
+"""How an adapted layer runs: its class stays, and its ``forward`` sees ``W + ΔW`` instead of W.
+
+A fast path (`spalier.adapters.fast`) serves low-rank updates of layers whose forward is PyTorch's own. Everything
+else, user subclasses with a forward of their own among them, runs its class's forward on a replica that
+holds the fused weight: the layer itself is never touched, so threads may share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from spalier.adapters import fast
+from spalier.adapters.layers import geometries, is_transformers_conv1d
+from spalier.adapters.updates import LowRank
+from spalier.adapters.window import Window
+
+
+def adapter_name(weight: str) -> str:
+    """The attribute that holds the update of a layer's parameter.
+
+    >>> adapter_name("weight")
+    'weight_adapter'
+    """
+    return f"{weight}_adapter"
+
+
+def updates(layer: nn.Module) -> dict[str, nn.Module]:
+    """The updates that sit on ``layer`` itself, by the name of the parameter that each updates."""
+    suffix = adapter_name("")
+    found = {name: child for name, child in layer._modules.items() if name.endswith(suffix)}
+    return {
+        name.removesuffix(suffix): child
+        for name, child in found.items()
+        if child is not None and name.removesuffix(suffix) in layer._parameters
+    }
+
+
+def divert_(layer: nn.Module) -> None:
+    """Let calls of ``layer`` see its fused weights."""
+    layer.forward = partial(_way_of(layer), layer)
+
+
+def undivert_(layer: nn.Module) -> None:
+    """Let calls of ``layer`` run its class's forward again."""
+    layer.__dict__.pop("forward", None)
+
+
+def _way_of(layer: nn.Module) -> Callable[..., Any]:
+    if not isinstance(updates(layer).get("weight"), LowRank):
+        return run_any
+    if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
+        return run_linear
+    if isinstance(layer, nn.Embedding) and type(layer).forward is nn.Embedding.forward:
+        return run_embedding
+    if is_transformers_conv1d(layer) and type(layer).__name__ == "Conv1D":
+        return run_conv1d
+    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and layer.groups == 1 and _is_plain(layer):
+        return run_conv
+    return run_any
+
+
+def _is_plain(layer: _ConvNd) -> bool:
+    own = next(kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(layer, kind))
+    same_forward = type(layer).forward is own.forward
+    return same_forward and type(layer)._conv_forward is own._conv_forward
+
+
+def run_linear(layer: nn.Linear, input: Tensor) -> Tensor:
+    """`nn.Linear` with a low-rank update."""
+    if layer.weight.requires_grad:
+        return run_any(layer, input)  # type: ignore[no-any-return]
+    down, up = _factors(layer, inputs_first=False)
+    return fast.linear(input, layer.weight, layer.bias, down, up)
+
+
+def run_conv1d(layer: Any, x: Tensor) -> Tensor:
+    """Hugging Face's ``Conv1D`` with a low-rank update: a linear layer whose weight lies the other way."""
+    if layer.weight.requires_grad:
+        return run_any(layer, x)  # type: ignore[no-any-return]
+    down, up = _factors(layer, inputs_first=True)
+    return fast.linear(x, layer.weight.T, layer.bias, down, up)
+
+
+def run_embedding(layer: nn.Embedding, input: Tensor) -> Tensor:
+    """`nn.Embedding` with a low-rank update."""
+    if layer.weight.requires_grad:
+        return run_any(layer, input)  # type: ignore[no-any-return]
+    down, up = _factors(layer, inputs_first=True)
+    return fast.embedding(
+        input, layer.weight, down, up, layer.padding_idx, layer.scale_grad_by_freq
+    )
+
+
+def run_conv(layer: _ConvNd, input: Tensor) -> Tensor:
+    """An ungrouped convolution with a low-rank update."""
+    if layer.weight.requires_grad:
+        return run_any(layer, input)  # type: ignore[no-any-return]
+    down, up = _factors(layer, inputs_first=False)
+    batched = input if input.dim() == layer.weight.dim() else input.unsqueeze(0)
+    batched, padding = _padded(layer, batched)
+    window = Window(layer.kernel_size, layer.stride, padding, layer.dilation)
+    out = fast.conv(batched, layer.weight, layer.bias, down, up, window)
+    return out if batched.dim() == input.dim() else out.squeeze(0)
+
+
+def run_any(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Any layer with any update: its own forward on the fused weight, gradients by autograd."""
+    return type(layer).forward(_replica(layer), *args, **kwargs)
+
+
+def _factors(layer: nn.Module, *, inputs_first: bool) -> tuple[Tensor, Tensor]:
+    update: LowRank = layer.weight_adapter  # type: ignore[assignment]
+    return update.factors(inputs_first=inputs_first)
+
+
+def _padded(layer: _ConvNd, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The input and the zero padding that is left to the convolution."""
+    none = (0,) * len(layer.kernel_size)
+    if layer.padding_mode != "zeros":
+        return F.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode), none
+    if not isinstance(layer.padding, str):
+        return x, layer.padding
+    if layer.padding == "valid":
+        return x, none
+    sides = layer._reversed_padding_repeated_twice  # "same": (before, after) from the last axis
+    if sides[::2] == sides[1::2]:
+        return x, tuple(sides[::2][::-1])
+    return F.pad(x, sides), none
+
+
+def _replica(layer: nn.Module) -> nn.Module:
+    """A shallow twin of ``layer`` that holds the fused weights as plain tensors."""
+    twin = layer.__new__(type(layer))
+    twin.__dict__ = layer.__dict__.copy()
+    twin.__dict__.pop("forward", None)
+    twin._parameters = layer._parameters.copy()
+    twin._modules = layer._modules.copy()
+    for name, update in updates(layer).items():
+        weight = twin._parameters.pop(name)
+        twin.__dict__[name] = update(weight)
+    if isinstance(layer, nn.MultiheadAttention) and updates(layer.out_proj):
+        twin._modules["out_proj"] = _replica(layer.out_proj)  # attention reads its weight and never calls it
+    return twin

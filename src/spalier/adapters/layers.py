@@ -1,0 +1,166 @@
+"""Which layers can be adapted, and the shape of their weights as matrices.
+
+Every supported weight, whatever its parameter looks like, is seen the same way: ``groups`` matrices of
+(out / groups, in / groups) entries, each entry a kernel of taps (`Geometry.grouped`). Adapters are written for that view alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.parameter import UninitializedParameter
+
+from spalier.errors import UnsupportedLayerError
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a weight parameter maps ``inputs`` channels to ``outputs`` channels."""
+
+    inputs: int
+    outputs: int
+    groups: int = 1
+    kernel: tuple[int, ...] = ()
+    inputs_first: bool = False
+    """The parameter's first axis is the input's: transposed convolutions, embeddings, Hugging Face's Conv1D."""
+    fan_in: int = 0
+    """How many inputs one output sums over; 1 for an embedding, which reads one row."""
+    padding_idx: int | None = None
+    """The row of an embedding that never learns."""
+
+    @property
+    def numel(self) -> int:
+        return self.inputs * self.outputs // self.groups * math.prod(self.kernel)
+
+    @property
+    def centre(self) -> tuple[int, ...]:
+        """The centre tap; of an even kernel, the first one past the middle."""
+        return tuple(k // 2 for k in self.kernel)
+
+    def grouped(self, weight: Tensor) -> Tensor:
+        """The parameter as (groups, out / groups, in / groups, *kernel), a view."""
+        per_in, per_out = self.inputs // self.groups, self.outputs // self.groups
+        if self.inputs_first:
+            return weight.view(self.groups, per_in, per_out, *self.kernel).transpose(1, 2)
+        return weight.view(self.groups, per_out, per_in, *self.kernel)
+
+
+def geometries(module: nn.Module) -> dict[str, Geometry]:
+    """The adaptable weights that ``module`` itself owns, by parameter name; empty for other kinds of module.
+
+    >>> geometries(nn.Conv2d(6, 4, 3, groups=2))["weight"].numel
+    108
+    >>> geometries(nn.ReLU())
+    {}
+
+    A layer of a supported kind whose weight cannot be updated exactly is an error, never left out.
+    """
+    if isinstance(module, nn.MultiheadAttention):
+        found = _of_attention(module)
+    elif isinstance(module, _ConvNd | nn.Linear | nn.Embedding) or is_transformers_conv1d(module):
+        _check_parameter(module, "weight")
+        found = {"weight": _of_weight(module)}
+    else:
+        return {}
+    for name in found:
+        _check_parameter(module, name)
+    return found
+
+
+def is_norm(module: nn.Module) -> bool:
+    """True for normalisation layers: PyTorch's own, and others by name (LlamaRMSNorm, T5LayerNorm, FrozenBatchNorm2d).
+
+    >>> is_norm(nn.GroupNorm(2, 4)), is_norm(nn.Linear(4, 4))
+    (True, False)
+    """
+    if isinstance(module, _NORMS):
+        return True
+    own = list(module.parameters(recurse=False))
+    return "Norm" in type(module).__name__ and bool(own) and all(p.dim() <= 1 for p in own)
+
+
+_NORMS = (
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.LocalResponseNorm,
+)
+
+
+def is_transformers_conv1d(module: nn.Module) -> bool:
+    """Hugging Face's ``Conv1D``, a linear layer with a transposed weight, recognised without importing it."""
+    return any(
+        kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+        for kind in type(module).__mro__
+    )
+
+
+def _of_weight(module: nn.Module) -> Geometry:
+    if isinstance(module, _ConvNd):
+        return _of_convolution(module)
+    if isinstance(module, nn.Linear):
+        return Geometry(module.in_features, module.out_features, fan_in=module.in_features)
+    weight = module.get_parameter("weight")
+    inputs, outputs = weight.shape
+    if isinstance(module, nn.Embedding):
+        if module.max_norm is not None:
+            raise UnsupportedLayerError(
+                "an embedding with max_norm rewrites its base weights as it reads them; "
+                "expected max_norm=None: unset it, or leave the layer out with targets="
+            )
+        padding = module.padding_idx
+        return Geometry(inputs, outputs, inputs_first=True, fan_in=1, padding_idx=padding)
+    return Geometry(inputs, outputs, inputs_first=True, fan_in=inputs)
+
+
+def _of_convolution(module: _ConvNd) -> Geometry:
+    kernel = tuple(module.kernel_size)
+    transposed = isinstance(module, _ConvTransposeNd)
+    return Geometry(
+        module.in_channels,
+        module.out_channels,
+        module.groups,
+        kernel,
+        inputs_first=transposed,
+        fan_in=module.in_channels // module.groups * math.prod(kernel),
+    )
+
+
+def _of_attention(module: nn.MultiheadAttention) -> dict[str, Geometry]:
+    """The projections that attention owns itself; ``out_proj`` is a Linear of its own."""
+    names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+    found = {}
+    for name in names:
+        weight = getattr(module, name)
+        if weight is not None:
+            outputs, inputs = weight.shape
+            found[name] = Geometry(inputs, outputs, fan_in=inputs)
+    return found
+
+
+def _check_parameter(module: nn.Module, name: str) -> None:
+    weight = module._parameters.get(name)
+    if weight is None:
+        raise UnsupportedLayerError(
+            f"its {name} is computed, not a parameter (weight normalisation, parametrization or pruning); "
+            "make it permanent first (torch.nn.utils.parametrize.remove_parametrizations), or leave the layer out with targets="
+        )
+    if isinstance(weight, UninitializedParameter):
+        raise UnsupportedLayerError(
+            f"its {name} has no shape yet (a lazy layer); run one batch through the network first"
+        )
+    if not weight.is_floating_point() or weight.dtype.itemsize < 2:
+        raise UnsupportedLayerError(
+            f"its {name} is {weight.dtype}, expected float32, float64, float16 or bfloat16; "
+            "dequantise it, or leave the layer out with targets="
+        )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """True without looking on the meta device, where there is nothing to look at."""
+    return tensor.is_meta or bool(torch.isfinite(tensor).all())

@@ -1,0 +1,108 @@
+"""SPLoRA, the paper's adapter (Eq. 4), and LoRA (Eq. 3), its baseline."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from spalier.adapters.config import Fit, check_choice, check_init_range
+from spalier.adapters.layers import Geometry
+from spalier.adapters.updates import LowRank
+from spalier.errors import ConfigError, RankError
+
+Kernel = Literal["center", "full"]
+
+
+@dataclass(frozen=True)
+class SPLoRA:
+    """Structured Pruning Low-rank Adapter: a rank-r update that is pruned along with the weight it updates.
+
+    ``W_t = W_s + up^T down`` on the channels that are kept: r (in + out) learned numbers for a layer.
+
+    Args:
+        rank: a number of channels, or a fraction of the largest rank that a layer can use. Taken exactly as asked,
+            except that a grouped layer takes no more than its groups can use.
+        init_range: ``up`` starts uniform in ±init_range, so that the adapted network starts as the base.
+        kernel: ``"center"`` updates the centre tap of a convolution (the paper's count), ``"full"`` every tap,
+            at r (in * taps + out).
+        cap: lower each layer's rank to the largest whose adapter costs no more than the weight it adapts.
+
+    >>> SPLoRA(rank=8)
+    SPLoRA(rank=8, init_range=0.0001, kernel='center', cap=False)
+    """
+
+    rank: int | float = 8
+    init_range: float = 1e-4
+    kernel: Kernel = "center"
+    cap: bool = False
+
+    def __post_init__(self) -> None:
+        _check_rank(self.rank)
+        check_init_range(self.init_range)
+        check_choice("kernel", self.kernel, ("center", "full"))
+        if not isinstance(self.cap, bool):
+            raise ConfigError(f"cap is {self.cap!r}, expected True or False")
+
+    def fit(self, geometry: Geometry) -> Fit:
+        """The rank that a layer gets, and what it costs; nothing where a cap leaves no rank that pays."""
+        rank = self._asked(geometry)
+        if geometry.groups > 1:
+            rank = min(rank, _usable(geometry, self.kernel))
+        cost = geometry.inputs * self._taps(geometry) + geometry.outputs
+        if self.cap:
+            rank = min(rank, _usable(geometry, self.kernel), geometry.numel // cost)
+        return Fit(rank=rank, learned=rank * cost)
+
+    def build(self, geometry: Geometry, fit: Fit, weight: Tensor) -> LowRank:
+        """The update of one weight, near zero, with the weight's dtype and device."""
+        assert fit.rank
+        whole = self.kernel == "full" and bool(geometry.kernel)
+        return LowRank(geometry, fit.rank, weight, whole_kernel=whole, init_range=self.init_range)
+
+    def _asked(self, geometry: Geometry) -> int:
+        if isinstance(self.rank, int):
+            return self.rank
+        usable = _usable(geometry, self.kernel)
+        rank = round(self.rank * usable)
+        if rank == 0:
+            raise RankError(
+                f"the fraction {self.rank} of {usable}, the largest rank this layer can use, rounds to 0; "
+                "ask for a larger fraction or a number, or leave the layer out with targets="
+            )
+        return rank
+
+    def _taps(self, geometry: Geometry) -> int:
+        return math.prod(geometry.kernel) if self.kernel == "full" else 1
+
+
+@dataclass(frozen=True)
+class LoRA(SPLoRA):
+    """Low-rank adaptation as published: ``up`` starts at zero, and pruning the weight leaves the adapter whole.
+
+    A baseline: before any pruning it is SPLoRA; after it, a task still carries r (in + out) of the base's channels.
+
+    >>> LoRA(rank=4).init_range
+    0.0
+    """
+
+    init_range: float = 0.0
+
+
+def _usable(geometry: Geometry, kernel: Kernel) -> int:
+    """The largest rank that the matrix of one group can have."""
+    taps = math.prod(geometry.kernel) if kernel == "full" else 1
+    return min(geometry.inputs // geometry.groups * taps, geometry.outputs // geometry.groups)
+
+
+def _check_rank(rank: object) -> None:
+    if isinstance(rank, bool) or not isinstance(rank, int | float):
+        raise RankError(f"rank is {rank!r}, expected a positive integer or a fraction in (0, 1]")
+    if isinstance(rank, int) and rank < 1:
+        raise RankError(f"rank is {rank}, expected at least 1")
+    if isinstance(rank, float) and not 0 < rank <= 1:
+        raise RankError(
+            f"rank is the fraction {rank}, expected in (0, 1]; write a number of channels as an integer, rank=8"
+        )

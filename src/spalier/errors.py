@@ -1,0 +1,74 @@
+"""One family of exceptions, each with a stable code.
+
+A message says what was found, what was expected, and what to do. Codes never change between releases,
+so programs match on ``error.code`` and people read the message.
+"""
+
+from __future__ import annotations
+
+
+class SpalierError(Exception):
+    """Base of every error that Spalier raises on purpose.
+
+    >>> try:
+    ...     raise RankError("rank 0 was asked for, expected at least 1")
+    ... except SpalierError as error:
+    ...     print(error.code)
+    rank
+    """
+
+    code = "spalier"
+
+
+class ConfigError(SpalierError):
+    """An option has the wrong type or a value outside its range."""
+
+    code = "config"
+
+
+class RankError(ConfigError):
+    """A rank is not a positive integer, or a fraction comes to no rank at all for some layer."""
+
+    code = "rank"
+
+
+class TargetError(SpalierError):
+    """A pattern or predicate selects nothing, or selects what cannot be adapted."""
+
+    code = "target"
+
+
+class UnsupportedLayerError(TargetError):
+    """A layer was asked for by name whose kind no adapter can update exactly."""
+
+    code = "unsupported-layer"
+
+
+class TiedWeightError(TargetError):
+    """Layers that share one weight were not selected together."""
+
+    code = "tied-weight"
+
+
+class AttachmentError(SpalierError):
+    """The network is already adapted, or is not adapted where it has to be."""
+
+    code = "attachment"
+
+
+class NonFiniteError(SpalierError):
+    """A weight is NaN or infinite, or became so while an adapter was fused into it."""
+
+    code = "non-finite"
+
+
+class WeightsError(SpalierError):
+    """A file or mapping of weights does not fit the network."""
+
+    code = "weights"
+
+
+class ExampleError(SpalierError):
+    """An example input does not run through the network, or says nothing about a sample."""
+
+    code = "example"

@@ -1,0 +1,276 @@
+"""The paper's networks: ResNet-18, -34 and -50, with torchvision's keys so that published weights load.
+
+The CIFAR stem (3x3, stride 1, no max-pool) takes its weights from the 7x7 ImageNet stem, average-pooled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spalier.errors import ConfigError, WeightsError
+
+Stem = Literal["imagenet", "cifar"]
+StrideOn = Literal["conv1", "conv2"]
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a residual sum (ResNet-18 and -34)."""
+
+    expansion = 1
+
+    def __init__(self, inputs: int, width: int, stride: int, stride_on: StrideOn) -> None:
+        super().__init__()
+        self.conv1 = _conv(inputs, width, 3, stride)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = _conv(width, width, 3)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = _shortcut(inputs, width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        y += x if self.downsample is None else self.downsample(x)
+        out: Tensor = self.relu(y)
+        return out
+
+
+class Bottleneck(nn.Module):
+    """1x1 down, 3x3, 1x1 up and a residual sum (ResNet-50).
+
+    ``stride_on`` says which convolution carries the stride: ``"conv2"`` in torchvision's weights,
+    ``"conv1"`` in the original Caffe ones.
+    """
+
+    expansion = 4
+
+    def __init__(self, inputs: int, width: int, stride: int, stride_on: StrideOn) -> None:
+        super().__init__()
+        first, second = (stride, 1) if stride_on == "conv1" else (1, stride)
+        self.conv1 = _conv(inputs, width, 1, first)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = _conv(width, width, 3, second)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = _conv(width, 4 * width, 1)
+        self.bn3 = nn.BatchNorm2d(4 * width)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = _shortcut(inputs, 4 * width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.relu(self.bn2(self.conv2(y)))
+        y = self.bn3(self.conv3(y))
+        y += x if self.downsample is None else self.downsample(x)
+        out: Tensor = self.relu(y)
+        return out
+
+
+class ResNet(nn.Module):
+    """A residual network; module names and keys are torchvision's."""
+
+    def __init__(
+        self,
+        block: type[BasicBlock | Bottleneck],
+        depths: tuple[int, int, int, int],
+        *,
+        classes: int,
+        stem: Stem,
+        stride_on: StrideOn = "conv2",
+    ) -> None:
+        super().__init__()
+        _check_options(classes, stem, stride_on)
+        cifar = stem == "cifar"
+        self.conv1 = _conv(3, 64, 3) if cifar else _conv(3, 64, 7, 2)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.Identity() if cifar else nn.MaxPool2d(3, stride=2, padding=1)
+        grown = block.expansion
+        self.layer1 = _stage(block, 64, 64, depths[0], 1, stride_on)
+        self.layer2 = _stage(block, 64 * grown, 128, depths[1], 2, stride_on)
+        self.layer3 = _stage(block, 128 * grown, 256, depths[2], 2, stride_on)
+        self.layer4 = _stage(block, 256 * grown, 512, depths[3], 2, stride_on)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(512 * grown, classes)
+        _initialise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        out: Tensor = self.fc(self.avgpool(x).flatten(1))
+        return out
+
+
+def resnet18(classes: int = 1000, stem: Stem = "imagenet") -> ResNet:
+    """ResNet-18.
+
+    >>> sum(p.numel() for p in resnet18(classes=10, stem="cifar").parameters())
+    11173962
+    """
+    return ResNet(BasicBlock, (2, 2, 2, 2), classes=classes, stem=stem)
+
+
+def resnet34(classes: int = 1000, stem: Stem = "imagenet") -> ResNet:
+    """ResNet-34.
+
+    >>> resnet34(classes=10).fc
+    Linear(in_features=512, out_features=10, bias=True)
+    """
+    return ResNet(BasicBlock, (3, 4, 6, 3), classes=classes, stem=stem)
+
+
+def resnet50(
+    classes: int = 1000, stem: Stem = "imagenet", stride_on: StrideOn = "conv2"
+) -> ResNet:
+    """ResNet-50; ``stride_on="conv1"`` for weights that descend from Caffe.
+
+    >>> with torch.device("meta"):
+    ...     net = resnet50(classes=10, stem="cifar")
+    >>> sum(p.numel() for p in net.parameters())
+    23520842
+    """
+    return ResNet(Bottleneck, (3, 4, 6, 3), classes=classes, stem=stem, stride_on=stride_on)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load_weights_` did besides copying tensors of equal shape."""
+
+    pooled: tuple[str, ...]
+    """Stems that were average-pooled to the network's smaller kernel."""
+    skipped: tuple[str, ...]
+    """Entries of a head with another number of classes: the network keeps its own."""
+
+
+def load_weights_(
+    net: nn.Module,
+    weights: Mapping[str, Tensor] | str | PathLike[str],
+    *,
+    head: str | None = "fc",
+) -> Loaded:
+    """Load published weights into ``net``, in place, casting to its dtype; all or nothing.
+
+    A 7x7 stem is average-pooled where the network has a 3x3 one. The head, named by ``head``, keeps its own
+    values where the number of classes differs. Everything else has to be there and to fit. A file is
+    safetensors, or a PyTorch checkpoint of tensors alone (``weights_only=True``).
+
+    >>> pretrained = resnet18(classes=1000)
+    >>> load_weights_(resnet18(classes=10, stem="cifar"), pretrained.state_dict())
+    Loaded(pooled=('conv1.weight',), skipped=('fc.weight', 'fc.bias'))
+    """
+    source = dict(_read(weights) if isinstance(weights, str | PathLike) else weights)
+    own = net.state_dict()
+    ignorable = {key for key in own if key.endswith("num_batches_tracked")}
+    missing = sorted(own.keys() - source.keys() - ignorable)
+    unexpected = sorted(source.keys() - own.keys())
+    if missing or unexpected:
+        raise WeightsError(
+            f"the weights do not fit the network: missing {_some(missing)}, unexpected {_some(unexpected)}; "
+            "expected the same keys as net.state_dict()"
+        )
+    pooled, skipped, fitting = [], [], {}
+    for key, tensor in source.items():
+        wanted = own[key].shape
+        if tensor.shape == wanted:
+            fitting[key] = tensor
+        elif _is_smaller_kernel(tensor, own[key]):
+            fitting[key] = F.adaptive_avg_pool2d(tensor.float(), wanted[2:])
+            pooled.append(key)
+        elif head is not None and key.startswith(f"{head}."):
+            skipped.append(key)
+        else:
+            raise WeightsError(
+                f"{key} has shape {tuple(tensor.shape)}, expected {tuple(wanted)}; "
+                "build the network with the same widths as the weights"
+            )
+    with torch.no_grad():
+        for key, tensor in fitting.items():
+            own[key].copy_(tensor)
+    return Loaded(tuple(pooled), tuple(skipped))
+
+
+def _is_smaller_kernel(source: Tensor, wanted: Tensor) -> bool:
+    """True for the one resizing that the paper does: the same 3-input stem with a 3x3 kernel instead of 7x7."""
+    return (
+        source.dim() == 4
+        and wanted.dim() == 4
+        and source.shape[:2] == wanted.shape[:2]
+        and source.shape[1] == 3
+        and tuple(source.shape[2:]) == (7, 7)
+        and tuple(wanted.shape[2:]) == (3, 3)
+    )
+
+
+def _read(path: str | PathLike[str]) -> Mapping[str, Tensor]:
+    file = Path(path)
+    if not file.is_file():
+        raise WeightsError(f"no weights file at {file}; expected a .safetensors or .pth file")
+    if file.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(file)
+        except SafetensorError as error:
+            raise WeightsError(f"{file} is not a readable safetensors file: {error}") from error
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises a dozen kinds; each means the same to the caller
+        raise WeightsError(
+            f"{file} is not a checkpoint of plain tensors ({type(error).__name__}); "
+            "convert it to safetensors, or save its state_dict() alone"
+        ) from error
+    if not isinstance(state, Mapping) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise WeightsError(f"{file} holds a {type(state).__name__}, expected a state_dict of tensors")
+    return state
+
+
+def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
+
+
+def _stage(
+    block: type[BasicBlock | Bottleneck],
+    inputs: int,
+    width: int,
+    depth: int,
+    stride: int,
+    stride_on: StrideOn,
+) -> nn.Sequential:
+    first = block(inputs, width, stride, stride_on)
+    rest = (block(width * block.expansion, width, 1, stride_on) for _ in range(depth - 1))
+    return nn.Sequential(first, *rest)
+
+
+def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
+    if stride == 1 and inputs == outputs:
+        return None
+    return nn.Sequential(_conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+
+
+def _initialise(net: nn.Module) -> None:
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+def _check_options(classes: int, stem: str, stride_on: str) -> None:
+    if not isinstance(classes, int) or isinstance(classes, bool) or classes < 1:
+        raise ConfigError(f"classes is {classes!r}, expected an integer of at least 1")
+    if stem not in ("imagenet", "cifar"):
+        raise ConfigError(f'stem is {stem!r}, expected "imagenet" or "cifar"')
+    if stride_on not in ("conv1", "conv2"):
+        raise ConfigError(f'stride_on is {stride_on!r}, expected "conv1" or "conv2"')
+
+
+def _some(names: list[str]) -> str:
+    if not names:
+        return "nothing"
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
