@@ -34,7 +34,10 @@ COMMANDS: dict[str, tuple[str, str, list[list[str]]]] = {
 def main(arguments: list[str]) -> int:
     """Run one command; what follows its name goes to what it runs."""
     if sys.version_info < (3, 11):
-        print(f"Python {sys.version.split()[0]} found, 3.11 or newer needed: python3.11 dev.py ...", file=sys.stderr)
+        print(
+            f"Python {sys.version.split()[0]} found, 3.11 or newer needed: python3.11 dev.py ...",
+            file=sys.stderr,
+        )
         return 2
     if not arguments or arguments[0] not in COMMANDS:
         print(f"{__doc__}\nCommands:")
@@ -59,11 +62,15 @@ def install(extra: str) -> None:
     if not PYTHON.exists():
         print(f"making a virtual environment in {VENV.name}", flush=True)
         subprocess.check_call([sys.executable, "-m", "venv", str(VENV)])
-    print(f"installing spalier[{extra}] at the pinned versions; the first time takes a few minutes", flush=True)
+    print(
+        f"installing spalier[{extra}] at the pinned versions; the first time takes a few minutes", flush=True
+    )
     constraints = ROOT / "constraints.txt"
     environment = {**os.environ, "PIP_CONSTRAINT": str(constraints), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     subprocess.check_call(
-        [str(PYTHON), "-m", "pip", "install", "--quiet", "--editable", f".[{extra}]"], cwd=ROOT, env=environment
+        [str(PYTHON), "-m", "pip", "install", "--quiet", "--editable", f".[{extra}]"],
+        cwd=ROOT,
+        env=environment,
     )
     stamp.write_text(wanted)
 
@@ -78,6 +85,8 @@ if __name__ == "__main__":
     try:
         raise SystemExit(main(sys.argv[1:]))
     except subprocess.CalledProcessError as error:
-        raise SystemExit(f"dev.py: {' '.join(error.cmd[:4])} ... failed with exit code {error.returncode}") from None
+        raise SystemExit(
+            f"dev.py: {' '.join(error.cmd[:4])} ... failed with exit code {error.returncode}"
+        ) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -2,7 +2,8 @@
 
 from spalier import errors, models
 from spalier.adapters import FineTune, LoRA, SPLoRA, SPPaRA, attach_, detach_, fuse
+from spalier.counting import count
 
 __version__ = "0.1.0"
 
-__all__ = ["FineTune", "LoRA", "SPLoRA", "SPPaRA", "attach_", "detach_", "errors", "fuse", "models"]
+__all__ = ["FineTune", "LoRA", "SPLoRA", "SPPaRA", "attach_", "count", "detach_", "errors", "fuse", "models"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spalier._table import table
-from spalier.adapters.forward import divert_, undivert_, updates
+from spalier.adapters.forward import divert_, is_diverted, undivert_, updates
 from spalier.errors import ConfigError, ExampleError
 
 
@@ -115,7 +115,7 @@ def _static(
         parameters = [t for t in own if isinstance(t, nn.Parameter)]
         learned = [p for u in updates(module).values() for p in _uncounted(counted, list(u.parameters()))]
         learned = [p for p in (*learned, *parameters) if p.requires_grad]
-        if own or learned or module in macs or module in normed:
+        if own or learned or macs.get(module) or normed.get(module):
             ran = None if samples is None else _per_sample(macs.get(module, 0), samples)
             paper = None if ran is None else ran + 2 * _per_sample(normed.get(module, 0), samples or 1)
             rows.append(
@@ -147,25 +147,122 @@ def _computed(
 
     macs: dict[nn.Module, int] = {}
     normed: dict[nn.Module, int] = {}
-    with _as_plain(net), FlopCounterMode(display=False, custom_mapping=_attention()) as counter:
-        stack = [0]  # operations counted inside of each open call's children
+    with _as_plain(net), FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
+        calls: list[tuple[int, int]] = [
+            (0, 0)
+        ]  # operations before each open call, and inside of its inner calls
 
         def enter(module: nn.Module, _: Any) -> None:
-            stack.append(counter.get_total_flops())
+            calls.append((counter.get_total_flops(), 0))
 
         def leave(module: nn.Module, _: Any, output: Any) -> None:
-            total = counter.get_total_flops() - stack.pop()
-            inner = spent.pop(module, 0)
-            macs[module] = macs.get(module, 0) + (total - inner) // 2
+            before, inner = calls.pop()
+            spent = counter.get_total_flops() - before
+            macs[module] = macs.get(module, 0) + (spent - inner) // 2
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 normed[module] = normed.get(module, 0) + output.numel()
-            _ = inner
+            start, others = calls.pop()
+            calls.append((start, others + spent))
 
-        spent: dict[nn.Module, int] = {}
-        hooks = [h for m in net.modules() for h in (m.register_forward_pre_hook(enter), m.register_forward_hook(leave))]
-        try:
-            net(*args, **kwargs)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with _hooked(net, enter, leave):
+            _run(net, args, kwargs)
     return macs, normed
+
+
+@contextmanager
+def _as_plain(net: nn.Module) -> Iterator[None]:
+    """Run the base's shapes, in eval mode, where every operation can be seen; afterwards all is as before."""
+    diverted = [m for m in net.modules() if is_diverted(m)]
+    training = {m: m.training for m in net.modules()}
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    for module in diverted:
+        undivert_(module)
+    net.eval()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        for module, mode in training.items():
+            module.training = mode
+        for module in diverted:
+            divert_(module)
+
+
+@contextmanager
+def _hooked(net: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+    hooks = [m.register_forward_pre_hook(enter) for m in net.modules()]
+    hooks += [m.register_forward_hook(leave) for m in net.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _run(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    try:
+        net(*args, **kwargs)
+    except Exception as error:  # whatever the network raises, the example does not fit it
+        raise ExampleError(
+            f"the example does not run through the network ({type(error).__name__}: {error}); expected a tensor, "
+            "a tuple of positional or a dict of keyword arguments that net(...) takes, on its device"
+        ) from error
+
+
+def _formulas() -> dict[Any, Any]:
+    """Operations that PyTorch's counter leaves out, in its unit: two for each multiply-accumulate."""
+    aten = torch.ops.aten
+
+    def attention(query: list[int], key: list[int], value: list[int], *_: Any, **__: Any) -> int:
+        *batch, positions, size = query
+        return 2 * torch.Size(batch).numel() * positions * key[-2] * (size + value[-1])
+
+    def matrix_vector(matrix: list[int], *_: Any, **__: Any) -> int:
+        return 2 * torch.Size(matrix).numel()
+
+    def added_matrix_vector(_: Any, matrix: list[int], *__: Any, **___: Any) -> int:
+        return 2 * torch.Size(matrix).numel()
+
+    def recurrent(x: list[int], inputs: list[int], hidden: list[int], *_: Any, **__: Any) -> int:
+        return 2 * torch.Size(x[:2]).numel() * (torch.Size(inputs).numel() + torch.Size(hidden).numel())
+
+    return {
+        aten.mkldnn_rnn_layer: recurrent,
+        aten._scaled_dot_product_flash_attention_for_cpu: attention,
+        aten.mv: matrix_vector,
+        aten.dot: matrix_vector,
+        aten.addmv: added_matrix_vector,
+    }
+
+
+def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, dict):
+        return (), example
+    return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
+
+
+def _samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim()]
+    if not tensors or not tensors[0].shape[0]:
+        raise ExampleError("the example holds no tensor with samples along its first axis; pass samples=")
+    return tensors[0].shape[0]
+
+
+def _per_sample(total: int, samples: int) -> int:
+    if total % samples:
+        raise ExampleError(
+            f"{total:,} operations do not divide by {samples} samples: the network mixes samples, or the first axis of "
+            "the example's first tensor does not count them; pass samples="
+        )
+    return total // samples
+
+
+def _cells(m: ModuleCount) -> list[str]:
+    numbers = (m.parameters, m.learned, m.bytes, m.macs, m.flops_paper)
+    return [m.name or "(itself)", m.kind, *map(_number, numbers)]
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"

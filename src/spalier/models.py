@@ -126,9 +126,7 @@ def resnet34(classes: int = 1000, stem: Stem = "imagenet") -> ResNet:
     return ResNet(BasicBlock, (3, 4, 6, 3), classes=classes, stem=stem)
 
 
-def resnet50(
-    classes: int = 1000, stem: Stem = "imagenet", stride_on: StrideOn = "conv2"
-) -> ResNet:
+def resnet50(classes: int = 1000, stem: Stem = "imagenet", stride_on: StrideOn = "conv2") -> ResNet:
     """ResNet-50; ``stride_on="conv1"`` for weights that descend from Caffe.
 
     >>> with torch.device("meta"):

@@ -134,7 +134,9 @@ def _fit(
     unpaid = set()
     for layer, weights in chosen.items():
         if updates(layer):
-            raise AttachmentError(f"{names.first(layer)} carries an adapter already; detach_ its network first")
+            raise AttachmentError(
+                f"{names.first(layer)} carries an adapter already; detach_ its network first"
+            )
         try:
             fits = {name: (geometry, adapter.fit(geometry)) for name, geometry in weights.items()}
         except RankError as error:
@@ -145,7 +147,11 @@ def _fit(
         else:
             unpaid.add(layer)
     if not adapted:
-        why = "no rank pays for any layer" if unpaid else "it has no layer that can be adapted outside of the head"
+        why = (
+            "no rank pays for any layer"
+            if unpaid
+            else "it has no layer that can be adapted outside of the head"
+        )
         raise TargetError(f"nothing to adapt in this network: {why}")
     return _Plan(adapted, learned, unpaid)
 

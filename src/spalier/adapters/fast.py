@@ -29,9 +29,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Ten
     return out
 
 
-def conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, window: Window
-) -> Tensor:
+def conv(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, window: Window) -> Tensor:
     """A convolution with ``W + up^T down``, W frozen, one group; x is (batch, in, ...).
 
     ``down`` of shape (r, in) updates the centre tap, (r, in, *kernel) the whole kernel.
@@ -42,18 +40,17 @@ def conv(
 
 
 def embedding(
-    x: Tensor, weight: Tensor, down: Tensor, up: Tensor, padding_idx: int | None, scale_grad: bool
+    x: Tensor, weight: Tensor, down: Tensor, up: Tensor, padding_idx: int | None
 ) -> Tensor:
     """Rows x of ``W + down^T up`` with W frozen; only the rows that are read are ever formed."""
-    rows = F.embedding(x, weight)
-    thin = F.embedding(x, down.T, padding_idx, scale_grad_by_freq=scale_grad)  # (..., r)
-    return rows + thin @ up
+    thin = F.embedding(x, down.T, padding_idx)  # (..., r)
+    return F.embedding(x, weight) + thin @ up
 
 
 def _autocast(*tensors: Tensor | None) -> Any:
     """Cast the operands as autocast would, outside of the custom functions: their backward runs without it."""
     device = next(t.device.type for t in tensors if t is not None)
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
@@ -67,9 +64,7 @@ def _fusing_pays(pixels: int, weight: Tensor) -> bool:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor
-    ) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> Tensor:
         if _fusing_pays(x.shape[:-1].numel(), weight):
             return F.linear(x, torch.addmm(weight, up.T, down), bias)
         out = F.linear(x, weight, bias)
@@ -144,9 +139,7 @@ def _fused(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
     return fused
 
 
-def _grad_input(
-    grad: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, at: Window
-) -> Tensor:
+def _grad_input(grad: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, at: Window) -> Tensor:
     many = _fusing_pays(len(grad) * grad.shape[2:].numel(), weight)
     if many or down.dim() > 2 or not at.is_aligned():
         return at.backward(grad, x, _fused(weight, down, up), of="input")

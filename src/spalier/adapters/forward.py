@@ -46,6 +46,12 @@ def divert_(layer: nn.Module) -> None:
     layer.forward = partial(_way_of(layer), layer)
 
 
+def is_diverted(layer: nn.Module) -> bool:
+    """True where calls of ``layer`` see fused weights."""
+    forward = layer.__dict__.get("forward")
+    return isinstance(forward, partial) and forward.func.__module__ == __name__
+
+
 def undivert_(layer: nn.Module) -> None:
     """Let calls of ``layer`` run its class's forward again."""
     layer.__dict__.pop("forward", None)
@@ -57,7 +63,7 @@ def _way_of(layer: nn.Module) -> Callable[..., Any]:
     if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
         return run_linear
     if isinstance(layer, nn.Embedding) and type(layer).forward is nn.Embedding.forward:
-        return run_embedding
+        return run_any if layer.scale_grad_by_freq else run_embedding
     if is_transformers_conv1d(layer) and type(layer).__name__ == "Conv1D":
         return run_conv1d
     if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and layer.groups == 1 and _is_plain(layer):
@@ -92,9 +98,7 @@ def run_embedding(layer: nn.Embedding, input: Tensor) -> Tensor:
     if layer.weight.requires_grad:
         return run_any(layer, input)  # type: ignore[no-any-return]
     down, up = _factors(layer, inputs_first=True)
-    return fast.embedding(
-        input, layer.weight, down, up, layer.padding_idx, layer.scale_grad_by_freq
-    )
+    return fast.embedding(input, layer.weight, down, up, layer.padding_idx)
 
 
 def run_conv(layer: _ConvNd, input: Tensor) -> Tensor:

@@ -14,7 +14,9 @@ from spalier.errors import ConfigError, TargetError, UnsupportedLayerError
 Predicate = Callable[[str, nn.Module], bool]
 Targets = str | Sequence[str] | Predicate | None
 
-SUPPORTED = "Linear, Conv1d/2d/3d, ConvTranspose1d/2d/3d, Embedding, MultiheadAttention and Hugging Face's Conv1D"
+SUPPORTED = (
+    "Linear, Conv1d/2d/3d, ConvTranspose1d/2d/3d, Embedding, MultiheadAttention and Hugging Face's Conv1D"
+)
 
 
 class Names:

@@ -64,7 +64,9 @@ class LowRank(nn.Module):
     def _initialise(self, init_range: float) -> None:
         nn.init.uniform_(self.up, -init_range, init_range)
         nn.init.uniform_(self.down, *_symmetric(1 / math.sqrt(self.geometry.fan_in)))
-        if self.geometry.padding_idx is not None:  # that row learns nothing, so its update must start at nothing
+        if (
+            self.geometry.padding_idx is not None
+        ):  # that row learns nothing, so its update must start at nothing
             self.down[:, self.geometry.padding_idx] = 0
 
 

@@ -26,7 +26,9 @@ class Window(NamedTuple):
 
     def is_aligned(self) -> bool:
         """True where the centre tap of each output meets the input at the same position."""
-        centred = (d * (k // 2) == p for k, p, d in zip(self.kernel, self.padding, self.dilation, strict=True))
+        centred = (
+            d * (k // 2) == p for k, p, d in zip(self.kernel, self.padding, self.dilation, strict=True)
+        )
         odd = (k % 2 == 1 for k in self.kernel)
         return all(s == 1 for s in self.stride) and all(centred) and all(odd)
 
@@ -52,9 +54,7 @@ class Window(NamedTuple):
         )
         return out
 
-    def backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, of: Literal["input", "weight"]
-    ) -> Tensor:
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, of: Literal["input", "weight"]) -> Tensor:
         """The gradient of the input or of the weight, and of nothing else."""
         mask = [of == "input", of == "weight", False]
         geometry = (self.stride, self.padding, self.dilation, False, self._zeros(), 1)

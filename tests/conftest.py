@@ -1,0 +1,17 @@
+"""Set-up that every test shares."""
+
+import pytest
+import torch
+import torchvision_ops
+
+torchvision_ops.declare()  # before anything imports torchvision
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Each test draws the same numbers, alone or in any order, and leaves global switches as they were."""
+    torch.manual_seed(0)
+    dtype, fast_path = torch.get_default_dtype(), torch.backends.mha.get_fastpath_enabled()
+    yield
+    assert torch.get_default_dtype() == dtype
+    assert torch.backends.mha.get_fastpath_enabled() == fast_path

@@ -1,0 +1,49 @@
+"""Helpers that several test files use."""
+
+import torch
+from torch import nn
+
+
+def awaken_(net: nn.Module, scale: float = 0.3) -> nn.Module:
+    """Give the adapters values that matter, as training would; the default start is near zero."""
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if "_adapter." in name:
+                parameter.normal_(0, scale)
+    return net
+
+
+def snapshot(net: nn.Module) -> dict[str, object]:
+    """Everything about a network that a refused call must leave alone."""
+    return {
+        "modules": [(name, id(m), type(m), tuple(m.__dict__)) for name, m in net.named_modules()],
+        "tensors": [(k, id(v), v.requires_grad) for k, v in net.named_parameters(remove_duplicate=False)],
+        "buffers": [(k, id(v)) for k, v in net.named_buffers()],
+        "values": [v.detach().clone() for v in net.state_dict().values()],
+        "training": [m.training for m in net.modules()],
+    }
+
+
+def assert_unchanged(net: nn.Module, before: dict[str, object]) -> None:
+    after = snapshot(net)
+    for key in before:
+        if key == "values":
+            same = (torch.equal(a, b) or bool(a.isnan().any()) for a, b in zip(after[key], before[key], strict=True))
+            assert all(same)
+        else:
+            assert after[key] == before[key], key
+
+
+def tiny_cnn(classes: int = 3) -> nn.Sequential:
+    """Convolution, norm, head: named 0, 1, 3 (ReLU between), 4 is a grouped convolution, 8 the head."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 12, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(12),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(12, classes),
+    )
