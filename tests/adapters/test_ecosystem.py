@@ -153,7 +153,7 @@ def test_gradient_checkpointing(adapter, reentrant):
 
 
 def test_functional_gradients():
-    net = adapted()
+    net = adapted().eval()
     x = images()
     learned = {k: v.detach() for k, v in net.named_parameters() if v.requires_grad}
 
