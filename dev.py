@@ -33,7 +33,7 @@ COMMANDS: dict[str, tuple[str, str, list[list[str]]]] = {
 
 def main(arguments: list[str]) -> int:
     """Run one command; what follows its name goes to what it runs."""
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - a plain message is the point
         print(
             f"Python {sys.version.split()[0]} found, 3.11 or newer needed: python3.11 dev.py ...",
             file=sys.stderr,

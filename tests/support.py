@@ -28,7 +28,10 @@ def assert_unchanged(net: nn.Module, before: dict[str, object]) -> None:
     after = snapshot(net)
     for key in before:
         if key == "values":
-            same = (torch.equal(a, b) or bool(a.isnan().any()) for a, b in zip(after[key], before[key], strict=True))
+            same = (
+                torch.equal(a, b) or bool(a.isnan().any())
+                for a, b in zip(after[key], before[key], strict=True)
+            )
             assert all(same)
         else:
             assert after[key] == before[key], key

@@ -36,6 +36,7 @@ class BasicBlock(nn.Module):
         self.downsample = _shortcut(inputs, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(batch, inputs, h, w) to (batch, outputs, h / stride, w / stride)."""
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
         y += x if self.downsample is None else self.downsample(x)
@@ -65,6 +66,7 @@ class Bottleneck(nn.Module):
         self.downsample = _shortcut(inputs, 4 * width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(batch, inputs, h, w) to (batch, outputs, h / stride, w / stride)."""
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.relu(self.bn2(self.conv2(y)))
         y = self.bn3(self.conv3(y))
@@ -102,6 +104,7 @@ class ResNet(nn.Module):
         _initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(batch, 3, h, w) to (batch, classes)."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         out: Tensor = self.fc(self.avgpool(x).flatten(1))

@@ -117,7 +117,9 @@ def test_fused_network_is_plain_and_equal_to_rounding(adapter):
     assert list(plain.state_dict()) == keys
     assert all(p.requires_grad for p in plain.parameters())
     assert not any("spalier" in type(v).__module__ for m in plain.modules() for v in m.__dict__.values())
-    shared = {t.data_ptr() for t in net.state_dict().values()} & {t.data_ptr() for t in plain.state_dict().values()}
+    shared = {t.data_ptr() for t in net.state_dict().values()} & {
+        t.data_ptr() for t in plain.state_dict().values()
+    }
     assert not shared
 
 
@@ -375,7 +377,13 @@ def weight_normed():
         (tiny_cnn, sp.SPLoRA, {}, ConfigError, "expected one such as SPLoRA"),
         (tiny_cnn, "lora", {}, ConfigError, "adapter is 'lora'"),
         (tiny_cnn, sp.SPLoRA(0.1), {}, RankError, "0 \\(Conv2d\\): the fraction 0.1 of 3"),
-        (lambda: nn.Sequential(nn.ReLU(), nn.BatchNorm2d(3)), sp.SPLoRA(2), {}, TargetError, "nothing to adapt"),
+        (
+            lambda: nn.Sequential(nn.ReLU(), nn.BatchNorm2d(3)),
+            sp.SPLoRA(2),
+            {},
+            TargetError,
+            "nothing to adapt",
+        ),
         (lambda: nn.Sequential(nn.Linear(1, 1)), sp.SPLoRA(2, cap=True), {}, TargetError, "no rank pays"),
         (lambda: nn.Sequential(nn.ReLU()), sp.FineTune(), {}, TargetError, "nothing to fine-tune"),
         (weight_normed, sp.SPLoRA(1), {}, UnsupportedLayerError, "0 .*computed, not a parameter"),
@@ -440,7 +448,7 @@ def test_fusing_what_diverged_is_refused():
     sp.attach_(net, sp.SPLoRA(2), head="8")
     with torch.no_grad():
         net[3].weight_adapter.up[0, 0] = float("nan")
-    with pytest.raises(NonFiniteError, match="3.weight_adapter.up"):
+    with pytest.raises(NonFiniteError, match=r"3\.weight_adapter\.up"):
         sp.fuse(net)
 
 
@@ -450,7 +458,7 @@ def test_overflow_while_fusing_is_refused():
     with torch.no_grad():
         for factor in net[0].weight_adapter.parameters():
             factor.fill_(300.0)  # 90,000 is past the largest float16
-    with pytest.raises(NonFiniteError, match="beyond torch.float16"):
+    with pytest.raises(NonFiniteError, match=r"beyond torch\.float16"):
         sp.fuse(net)
 
 
@@ -462,7 +470,13 @@ def test_bad_ranks(rank):
 
 @pytest.mark.parametrize(
     "options",
-    [{"init_range": -1.0}, {"init_range": float("nan")}, {"init_range": "x"}, {"kernel": "middle"}, {"cap": 1}],
+    [
+        {"init_range": -1.0},
+        {"init_range": float("nan")},
+        {"init_range": "x"},
+        {"kernel": "middle"},
+        {"cap": 1},
+    ],
     ids=str,
 )
 def test_bad_options(options):

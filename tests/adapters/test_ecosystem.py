@@ -177,7 +177,7 @@ def _train_in_a_process(rank, port, folder):
         optimizer.zero_grad()
         wrapped(x).square().mean().backward()
         optimizer.step()
-    torch.save({k: p for k, p in net.named_parameters()}, f"{folder}/{rank}.pt")
+    torch.save(dict(net.named_parameters()), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -84,7 +84,10 @@ def convolutions(draw, transposed=False):
         layer = CONVOLUTIONS[axes](inputs, outputs, kernel, padding_mode=mode, **options)
     x = torch.randn(draw(st.integers(1, 3)), inputs, *sizes)
     if axes == 2 and draw(st.booleans()):
-        x, layer = x.contiguous(memory_format=torch.channels_last), layer.to(memory_format=torch.channels_last)
+        x, layer = (
+            x.contiguous(memory_format=torch.channels_last),
+            layer.to(memory_format=torch.channels_last),
+        )
     if draw(st.booleans()) and options["padding"] != "circular":
         x = x[0]  # unbatched
     return layer, x
@@ -168,9 +171,7 @@ def test_gradcheck_to_second_order(kernel, fused, layout, monkeypatch):
     update = layer.weight_adapter
 
     def run(x, down, up):
-        return torch.func.functional_call(
-            layer, {"weight_adapter.down": down, "weight_adapter.up": up}, (x,)
-        )
+        return torch.func.functional_call(layer, {"weight_adapter.down": down, "weight_adapter.up": up}, (x,))
 
     inputs = (x, update.down, update.up)
     assert torch.autograd.gradcheck(run, inputs)
@@ -206,7 +207,9 @@ def test_a_layer_with_its_own_forward_keeps_it():
 
         def forward(self, x):
             weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-            return F.conv2d(x, weight / weight.std((1, 2, 3), keepdim=True), self.bias, self.stride, self.padding)
+            return F.conv2d(
+                x, weight / weight.std((1, 2, 3), keepdim=True), self.bias, self.stride, self.padding
+            )
 
     check_layer(Standardised(3, 4, 3, padding=1), torch.randn(2, 3, 5, 5), sp.SPLoRA(2))
 

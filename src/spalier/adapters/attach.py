@@ -121,7 +121,7 @@ def _fine_tuned(names: Names, targets: Targets) -> dict[nn.Module, str]:
         owners = [m for m in owners if m in chosen]
     if not owners:
         raise TargetError("nothing to fine-tune: no selected module has parameters of its own")
-    return {module: "weights" for module in owners}
+    return dict.fromkeys(owners, "weights")
 
 
 def _fit(

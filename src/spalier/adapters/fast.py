@@ -39,9 +39,7 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tenso
     return out
 
 
-def embedding(
-    x: Tensor, weight: Tensor, down: Tensor, up: Tensor, padding_idx: int | None
-) -> Tensor:
+def embedding(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, padding_idx: int | None) -> Tensor:
     """Rows x of ``W + down^T up`` with W frozen; only the rows that are read are ever formed."""
     thin = F.embedding(x, down.T, padding_idx)  # (..., r)
     return F.embedding(x, weight) + thin @ up

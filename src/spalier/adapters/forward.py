@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from spalier.adapters import fast
-from spalier.adapters.layers import geometries, is_transformers_conv1d
+from spalier.adapters.layers import is_transformers_conv1d
 from spalier.adapters.updates import LowRank
 from spalier.adapters.window import Window
 

@@ -1,7 +1,8 @@
 """Which layers can be adapted, and the shape of their weights as matrices.
 
 Every supported weight, whatever its parameter looks like, is seen the same way: ``groups`` matrices of
-(out / groups, in / groups) entries, each entry a kernel of taps (`Geometry.grouped`). Adapters are written for that view alone.
+(out / groups, in / groups) entries, each entry a kernel of taps (`Geometry.grouped`). Adapters are written for
+that view alone.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Geometry:
 
     @property
     def numel(self) -> int:
+        """How many entries the weight has."""
         return self.inputs * self.outputs // self.groups * math.prod(self.kernel)
 
     @property
@@ -148,7 +150,8 @@ def _check_parameter(module: nn.Module, name: str) -> None:
     if weight is None:
         raise UnsupportedLayerError(
             f"its {name} is computed, not a parameter (weight normalisation, parametrization or pruning); "
-            "make it permanent first (torch.nn.utils.parametrize.remove_parametrizations), or leave the layer out with targets="
+            "make it permanent first (torch.nn.utils.parametrize.remove_parametrizations), "
+            "or leave the layer out with targets="
         )
     if isinstance(weight, UninitializedParameter):
         raise UnsupportedLayerError(

@@ -28,6 +28,7 @@ class Names:
             self.of.setdefault(module, []).append(name)
 
     def first(self, module: nn.Module) -> str:
+        """The name to call a module by."""
         return self.of[module][0] or "(the network itself)"
 
     def under(self, pattern: str) -> list[nn.Module]:
@@ -35,6 +36,7 @@ class Names:
         return [m for m, names in self.of.items() if any(_is_within(n, pattern) for n in names)]
 
     def unmatched(self, what: str, pattern: str) -> TargetError:
+        """The error for a pattern that matches nothing, with names that are close to it."""
         known = [name for names in self.of.values() for name in names if name]
         close = get_close_matches(pattern, known, n=3) or known[:3]
         return TargetError(

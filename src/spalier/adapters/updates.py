@@ -36,6 +36,7 @@ class LowRank(nn.Module):
 
     @property
     def rank(self) -> int:
+        """How many channels the bottleneck has."""
         return len(self.down)
 
     def factors(self, *, inputs_first: bool) -> tuple[Tensor, Tensor]:
@@ -56,6 +57,7 @@ class LowRank(nn.Module):
         return _added(weight, delta, shape)
 
     def extra_repr(self) -> str:
+        """What ``print`` shows of it."""
         taps = "whole kernel" if self.down.dim() > 2 else "centre tap" if self.geometry.kernel else ""
         parts = [f"{self.geometry.inputs}, {self.geometry.outputs}", f"rank={self.rank}", taps]
         return ", ".join(filter(None, parts))
@@ -91,6 +93,7 @@ class Pointwise(nn.Module):
         return _added(weight, self.residual.view(shape.groups, -1, self.residual.shape[1]), shape)
 
     def extra_repr(self) -> str:
+        """What ``print`` shows of it."""
         return f"{self.geometry.inputs}, {self.geometry.outputs}"
 
 

@@ -1,0 +1,179 @@
+"""What holds of the repository as a whole: the direction of imports, the public surface, the cost of an import."""
+
+import ast
+import importlib.metadata
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import spalier
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "spalier"
+
+# Each module may import what stands above it and nothing else of ours.
+LAYERS = [
+    {"errors", "_table"},
+    {"models"},
+    {"adapters"},
+    {"counting"},
+]
+ADAPTER_LAYERS = [
+    {"layers", "window", "finetune", "summary"},
+    {"updates", "config", "fast", "selection"},
+    {"splora", "sppara", "forward", "ties"},
+    {"attachment"},
+    {"attach", "fuse"},
+]
+
+
+def imports_of(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "spalier":
+            found |= {f"spalier.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{file}: relative import"
+            found.add(node.module)
+            if node.module == "spalier.adapters":
+                found |= {f"spalier.adapters.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name.startswith("spalier.")}
+
+
+def level(layers: list[set[str]], name: str) -> int:
+    return next(i for i, names in enumerate(layers) if name in names)
+
+
+@pytest.mark.parametrize("file", sorted(SOURCE.rglob("*.py")), ids=lambda f: str(f.relative_to(SOURCE)))
+def test_imports_point_one_way(file):
+    inside = file.relative_to(SOURCE)
+    if inside.name == "__init__.py":
+        return
+    for name in imports_of(file):
+        parts = name.split(".")[1:]
+        assert level(LAYERS, parts[0]) <= level(LAYERS, inside.parts[0].removesuffix(".py")), name
+        if parts[0] == inside.parts[0] == "adapters" and len(parts) > 1:
+            assert level(ADAPTER_LAYERS, parts[1]) < level(ADAPTER_LAYERS, inside.stem), name
+
+
+def public_surface() -> str:
+    lines = []
+    for module in (spalier, spalier.models, spalier.errors):
+        names = getattr(module, "__all__", None) or [
+            n
+            for n, v in vars(module).items()
+            if not n.startswith("_") and getattr(v, "__module__", "") == module.__name__
+        ]
+        lines += [
+            line
+            for name in sorted(names)
+            for line in _describe(f"{module.__name__}.{name}", getattr(module, name))
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _describe(name: str, value: object) -> list[str]:
+    if inspect.ismodule(value):
+        return [f"{name} (module)"]
+    if not inspect.isclass(value):
+        return [f"{name}{inspect.signature(value)}" if callable(value) else name]
+    if issubclass(value, Exception):
+        return [f"{name}({value.__base__.__name__}) code={value.code!r}"]
+    members = [
+        n
+        for n, v in vars(value).items()
+        if not n.startswith("_") and (callable(v) or isinstance(v, property))
+    ]
+    return [f"{name}{inspect.signature(value)}", *(f"{name}.{member}" for member in sorted(members))]
+
+
+def test_the_public_surface_is_the_golden_one():
+    """Write it anew with ``python tests/test_repository.py`` when a change of the surface is meant."""
+    assert public_surface() == (ROOT / "tests/golden/public_api.txt").read_text()
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_importing_needs_torch_numpy_and_safetensors_only():
+    code = """
+import sys, json, torch, numpy
+torch_brought = set(sys.modules)
+import spalier
+print(json.dumps(sorted({m.split(".")[0] for m in set(sys.modules) - torch_brought})))
+"""
+    third_party = set(json.loads(run(code))) - set(sys.stdlib_module_names)
+    assert third_party <= {"spalier", "safetensors"}
+
+
+def test_importing_has_no_side_effects():
+    code = """
+import json, logging, os, random, torch, warnings
+def state():
+    return [torch.get_default_dtype().__repr__(), torch.initial_seed(), torch.get_num_threads(), len(warnings.filters),
+            torch.backends.mha.get_fastpath_enabled(), len(logging.root.handlers), dict(os.environ), os.getcwd()]
+before = state()
+import spalier
+print(json.dumps(before == state()))
+"""
+    assert json.loads(run(code)) is True
+
+
+def test_every_installed_version_is_pinned():
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    pins = {_canonical(name): version for name, version in pins.items()}
+    needed, seen = ["spalier"], set()
+    while needed:
+        name = _canonical(needed.pop())
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # an extra, or for another platform
+        if name != "spalier":
+            assert pins.get(name) == distribution.version.split("+")[0], name
+        ours = [r for r in distribution.requires or [] if name == "spalier" or "extra ==" not in r]
+        needed += [re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in ours]
+    assert {"torch", "numpy", "safetensors", "pytest", "ruff", "mypy"} <= seen
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_readmes_commands_are_those_of_dev_py():
+    readme = (ROOT / "README.md").read_text()
+    commands = set(re.findall(r"python3 dev\.py (\w+)", readme))
+    assert {"demo", "test"} <= commands <= set(_dev_commands())
+    assert "python3 dev.py test" in (ROOT / ".ci/run").read_text()
+
+
+def _dev_commands() -> list[str]:
+    tree = ast.parse((ROOT / "dev.py").read_text())
+    table = next(n for n in tree.body if isinstance(n, ast.AnnAssign) and n.target.id == "COMMANDS")
+    return [key.value for key in table.value.keys]
+
+
+def test_the_version_is_in_the_changelog_and_the_citation():
+    assert f"## {spalier.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"version: {spalier.__version__}" in (ROOT / "CITATION.cff").read_text()
+    assert importlib.metadata.version("spalier") == spalier.__version__
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("src/**/*.py")), ids=lambda f: f.name)
+def test_files_stay_short(file):
+    assert len(file.read_text().splitlines()) <= 600
+
+
+if __name__ == "__main__":
+    (ROOT / "tests/golden/public_api.txt").write_text(public_surface())
