@@ -177,8 +177,8 @@ class Trainer:
 
     def __init__(self, contender: str, row: Row) -> None:
         torch.manual_seed(0)
-        net = row.make().to(memory_format=row.layout).train()
-        self.net = CONTENDERS[contender](net, row).to(memory_format=row.layout)
+        net = CONTENDERS[contender](row.make().train(), row)
+        self.net: nn.Module = net.to(memory_format=row.layout)  # type: ignore[call-overload]
         self.row, self.batch = row, row.batch()
         self.learned = [p for p in self.net.parameters() if p.requires_grad]
         self.optimizer = torch.optim.SGD(self.learned, lr=1e-4, momentum=0.9)

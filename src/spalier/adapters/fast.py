@@ -75,7 +75,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight, down, up)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, down, up = ctx.saved_tensors
         need_x, _, need_bias, need_down, need_up = ctx.needs_input_grad
         flat_x, flat_grad = _flat(x), _flat(grad)
@@ -111,7 +111,7 @@ class _Conv(torch.autograd.Function):
         ctx.save_for_backward(x, weight, down, up)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, down, up = ctx.saved_tensors
         at = Window(*ctx.window)
         need_x, _, need_bias, *need_factors = ctx.needs_input_grad[:5]
@@ -133,7 +133,10 @@ def _fused(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
     if weight.shape[2:].numel() == 1:
         return torch.addmm(weight.flatten(1), up.T, down).view(weight.shape)
     fused = weight.clone()
-    fused[:, :, *(k // 2 for k in weight.shape[2:])].addmm_(up.T, down)
+    tap = fused
+    for k in weight.shape[2:]:
+        tap = tap.select(2, k // 2)
+    tap.addmm_(up.T, down)
     return fused
 
 

@@ -46,7 +46,7 @@ def fuse(net: nn.Module) -> nn.Module:
 def _fused(entry: Updated, weight: Tensor) -> Tensor:
     update = entry.update
     if weight.dtype.itemsize < 4:  # half precision is the storage's, not the sum's
-        fused = copy.deepcopy(update).float()(weight.float()).to(weight.dtype)
+        fused: Tensor = copy.deepcopy(update).float()(weight.float()).to(weight.dtype)
     else:
         fused = update(weight)
     if not is_finite(fused):

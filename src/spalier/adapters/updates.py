@@ -29,9 +29,8 @@ class LowRank(nn.Module):
         super().__init__()
         self.geometry = geometry
         taps = geometry.kernel if whole_kernel else ()
-        options = {"dtype": weight.dtype, "device": weight.device}
-        self.down = nn.Parameter(torch.empty(rank, geometry.inputs, *taps, **options))
-        self.up = nn.Parameter(torch.empty(rank, geometry.outputs, **options))
+        self.down = nn.Parameter(weight.new_empty(rank, geometry.inputs, *taps))
+        self.up = nn.Parameter(weight.new_empty(rank, geometry.outputs))
         self._initialise(init_range)
 
     @property
@@ -81,7 +80,7 @@ class Pointwise(nn.Module):
         super().__init__()
         self.geometry = geometry
         shape = (geometry.outputs, geometry.inputs // geometry.groups)
-        self.residual = nn.Parameter(torch.empty(shape, dtype=weight.dtype, device=weight.device))
+        self.residual = nn.Parameter(weight.new_empty(shape))
         nn.init.uniform_(self.residual, -init_range, init_range)
         if geometry.padding_idx is not None:
             with torch.no_grad():
@@ -102,7 +101,8 @@ def _added(weight: Tensor, delta: Tensor, geometry: Geometry) -> Tensor:
     fused = weight.clone()
     view = geometry.grouped(fused)
     if delta.dim() < view.dim():
-        view = view[:, :, :, *geometry.centre]
+        for tap in geometry.centre:
+            view = view.select(3, tap)
     view += delta
     return fused
 
