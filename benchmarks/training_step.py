@@ -2,7 +2,8 @@
 
 The lower bound freezes every adapted weight and learns norms and head: a forward pass and the gradients of inputs,
 norms and head, which any adapter has to compute. Contenders take turns step by step, so that a busy machine slows
-all alike; the table shows ratios of medians. All run in the same memory layout and make the same optimizer step.
+all alike; the table shows medians of the rounds' ratios. All run in the same memory layout and make the same
+optimizer step.
 
     python3 dev.py bench                      # every row, about fifteen minutes on two cores
     python3 dev.py bench --rows resnet18 --repeats 5
@@ -219,31 +220,41 @@ def saved_storages() -> Iterator[dict[int, int]]:
         yield found
 
 
-def measure(row: Row, repeats: int) -> dict[str, dict[str, float]]:
+Times = dict[str, list[tuple[float, float]]]
+
+
+def measure(row: Row, repeats: int) -> dict[str, Any]:
     trainers = {name: Trainer(name, row) for name in CONTENDERS}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
+    times: Times = {name: [] for name in trainers}
     for trainer in trainers.values():
         trainer.step()  # the first step allocates
+    names = list(trainers)
     for _ in range(repeats):
-        for name, trainer in trainers.items():
-            times[name].append(trainer.timed_step())
-    return {
+        for name in names:
+            times[name].append(trainers[name].timed_step())
+        names = [*names[1:], names[0]]  # no contender always follows the same one
+    saved = {name: trainer.saved_bytes() for name, trainer in trainers.items()}
+    contenders = {
         name: {
-            "cpu_seconds": statistics.median(cpu for cpu, _ in times[name]),
-            "wall_seconds": statistics.median(wall for _, wall in times[name]),
-            "saved_bytes": trainers[name].saved_bytes(),
+            "cpu_seconds": [round(cpu, 4) for cpu, _ in times[name]],
+            "wall_seconds": [round(wall, 4) for _, wall in times[name]],
+            "saved_bytes": saved[name],
             "learned": sum(p.numel() for p in trainers[name].learned),
         }
         for name in trainers
     }
+    return {"described": row.described, "contenders": contenders, "ratios": ratios(times, saved)}
 
 
-def ratios(result: dict[str, dict[str, float]]) -> dict[str, float]:
-    """CPU time against fine-tuning and against the bound, saved bytes against the bound's."""
-    cpu = {name: values["cpu_seconds"] for name, values in result.items()}
-    saved = {name: values["saved_bytes"] for name, values in result.items()}
-    found = {f"{name} : full": cpu[name] / cpu["full"] for name in cpu if name != "full"}
-    found["spalier : bound"] = cpu["spalier"] / cpu["bound"]
+def ratios(times: Times, saved: dict[str, int]) -> dict[str, float]:
+    """Medians over the rounds of CPU time against fine-tuning and the bound; saved bytes against the bound's."""
+
+    def against(name: str, other: str) -> float:
+        rounds = zip(times[name], times[other], strict=True)
+        return statistics.median(mine[0] / theirs[0] for mine, theirs in rounds)
+
+    found = {f"{name} : full": against(name, "full") for name in times if name != "full"}
+    found["spalier : bound"] = against("spalier", "bound")
     adapters = ("spalier", "published", "peft")
     return found | {f"saved {name}": saved[name] / saved["bound"] for name in adapters}
 
@@ -253,15 +264,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--repeats", type=int, default=9, help="interleaved steps of each contender")
+    parser.add_argument("--repeats", type=int, default=15, help="interleaved steps of each contender")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     rows = {}
     for name in options.rows:
         row = ROWS[name]()
         print(f"{name}: {row.described}, {options.repeats} repeats", flush=True)
-        result = measure(row, options.repeats)
-        rows[name] = {"described": row.described, "contenders": result, "ratios": ratios(result)}
+        rows[name] = measure(row, options.repeats)
         print(show({name: rows[name]}) + "\n", flush=True)
     report = {"rank": RANK, "repeats": options.repeats, "machine": machine(), "rows": rows}
     options.output.parent.mkdir(parents=True, exist_ok=True)
