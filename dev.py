@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str, list[list[str]]]] = {
         [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."], ["-m", "mypy"]],
     ),
     "bench": ("measure a training step against the peers", "bench", [["benchmarks/training_step.py"]]),
+    "bench-import": ("measure what an import costs", "demo", [["benchmarks/import_time.py"]]),
 }
 
 
@@ -42,7 +43,7 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in COMMANDS:
         print(f"{__doc__}\nCommands:")
         for name, (purpose, _, _) in COMMANDS.items():
-            print(f"  {name:6} {purpose}")
+            print(f"  {name:12} {purpose}")
         return 2 if arguments and arguments[0] not in ("-h", "--help") else 0
     _, extra, steps = COMMANDS[arguments[0]]
     install(extra)

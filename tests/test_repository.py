@@ -24,7 +24,7 @@ LAYERS = [
     {"counting"},
 ]
 ADAPTER_LAYERS = [
-    {"layers", "window", "finetune", "summary"},
+    {"layers", "window", "finetune", "summary", "readers"},
     {"updates", "config", "fast", "selection"},
     {"splora", "sppara", "forward", "ties"},
     {"attachment"},

@@ -1,4 +1,4 @@
-"""Attention: packed and separate projections, and the inference fast paths that read weights without calling layers."""
+"""Attention, and other modules that read the weights of layers without calling these."""
 
 import copy
 
@@ -8,6 +8,8 @@ from support import awaken_
 from torch import nn
 
 import spalier as sp
+from spalier.adapters.readers import read_layers
+from spalier.errors import UnsupportedLayerError
 
 
 def dense_attention(net, adapted):
@@ -86,3 +88,51 @@ def test_detach_opens_the_fast_path_again():
     sp.detach_(net)
     assert [(net.use_nested_tensor, layer.activation_relu_or_gelu) for layer in net.layers] == flags
     assert not any("forward" in m.__dict__ for m in net.modules())
+
+
+class Reads(nn.Module):
+    """Reads its projection's weight in a helper, and asks another layer only for its dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj, self.called = nn.Linear(4, 4), nn.Linear(4, 4)
+        nn.init.xavier_uniform_(self.called.weight)
+
+    def mix(self, x):
+        return nn.functional.linear(x, self.proj.weight, self.proj.bias)
+
+    def forward(self, x):
+        return self.called(self.mix(x.to(self.called.weight.dtype)))
+
+
+def test_a_module_that_reads_a_layers_weight_sees_the_adapter():
+    net = nn.Sequential(Reads()).double()
+    sp.attach_(net, sp.SPLoRA(2))
+    awaken_(net)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    torch.testing.assert_close(net(x), sp.fuse(net)(x), rtol=1e-12, atol=1e-12)
+    net(x).sum().backward()
+    assert net[0].proj.weight_adapter.up.grad.abs().sum() > 0
+    sp.detach_(net)
+    assert "forward" not in net[0].__dict__
+
+
+def test_only_what_forward_reads_counts_as_read():
+    assert list(read_layers(Reads())) == ["proj"]
+
+
+class FarReader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4))
+        self.body.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x @ self.body.inner.weight
+
+
+def test_a_weight_that_is_read_from_afar_is_refused():
+    net = FarReader()
+    with pytest.raises(UnsupportedLayerError, match=r"read by .* from afar, as self\.body\.inner\.weight"):
+        sp.attach_(net, sp.SPLoRA(2))
+    sp.attach_(net, sp.SPLoRA(2), targets="body.0")

@@ -189,6 +189,23 @@ def test_gradcheck_of_linear_to_second_order(fused, monkeypatch):
     assert torch.autograd.gradgradcheck(run, (x, bias, *factors))
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(nn.Linear(3, 4), (0, 3)), (nn.Linear(3, 4), (0, 5, 3)), (nn.Conv2d(3, 4, 3), (0, 3, 6, 6))],
+)
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_empty_batch(layer, shape, fused, monkeypatch):
+    monkeypatch.setattr(fast, "_fusing_pays", lambda pixels, weight: fused)
+    check_layer(copy.deepcopy(layer), torch.randn(shape), sp.SPLoRA(2))
+
+
+def test_large_activations_take_the_same_gradients(monkeypatch):
+    monkeypatch.setattr(fast, "_LARGE", 0)
+    layer = nn.Conv2d(6, 40, 1).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 6, 5, 5).contiguous(memory_format=torch.channels_last)
+    check_layer(layer, x, sp.SPLoRA(1))
+
+
 def test_a_thawed_weight_still_gets_its_gradient():
     layer = nn.Conv2d(3, 4, 3, dtype=torch.float64)
     sp.attach_(layer, sp.SPLoRA(2))

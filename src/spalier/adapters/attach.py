@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -12,10 +12,18 @@ from spalier.adapters.config import Adapter, Fit
 from spalier.adapters.finetune import FineTune
 from spalier.adapters.forward import updates
 from spalier.adapters.layers import Geometry, is_finite, is_norm
+from spalier.adapters.readers import read_layers
 from spalier.adapters.selection import Names, Targets, select_adaptable, select_named
 from spalier.adapters.summary import Row, Summary
 from spalier.adapters.ties import check_ties
-from spalier.errors import AttachmentError, ConfigError, NonFiniteError, RankError, TargetError
+from spalier.errors import (
+    AttachmentError,
+    ConfigError,
+    NonFiniteError,
+    RankError,
+    TargetError,
+    UnsupportedLayerError,
+)
 
 Weights = dict[str, tuple[Geometry, Fit]]
 
@@ -60,7 +68,7 @@ def attach_(
     attachment.freeze_(net)
     attachment.thaw_(list(plan.learned))
     attachment.adapt_(updated)
-    _close_fast_paths_(net, attachment)
+    _reach_readers_(names, attachment)
     net.__dict__["_spalier"] = attachment
     return attachment.summary
 
@@ -108,6 +116,7 @@ def _plan(
         chosen = select_adaptable(names, targets, excluded=set(learned))
         plan = _fit(names, adapter, chosen, learned)
     _check_finite(names, plan)
+    _check_readers(names, plan.adapted)
     check_ties(names, {m: set(w) for m, w in plan.adapted.items()}, set(plan.learned))
     return plan
 
@@ -115,7 +124,7 @@ def _plan(
 def _fine_tuned(names: Names, targets: Targets) -> dict[nn.Module, str]:
     owners = [m for m in names.of if any(True for _ in m.parameters(recurse=False))]
     if callable(targets) and not isinstance(targets, str):
-        owners = [m for m in owners if targets(names.first(m), m)]
+        owners = [m for m in owners if targets(names.of[m][0], m)]
     elif targets is not None:
         chosen = select_named(names, "targets", targets)
         owners = [m for m in owners if m in chosen]
@@ -170,17 +179,27 @@ def _build(names: Names, plan: _Plan, adapter: Adapter | FineTune) -> list[Updat
     return updated
 
 
-def _close_fast_paths_(net: nn.Module, attachment: Attachment) -> None:
-    """Keep PyTorch's inference fast paths, which read weights without calling layers, from going past the adapters."""
+def _reach_readers_(names: Names, attachment: Attachment) -> None:
+    """Let modules that read weights without calling layers see the adapters too."""
     adapted = {entry.layer for entry in attachment.updated}
-    for module in net.modules():
+    for module in names.of:
         inside = adapted.intersection(module.modules())
-        if isinstance(module, nn.MultiheadAttention) and module not in adapted and inside:
-            attachment.divert_(module)  # only its out_proj is adapted
-        elif isinstance(module, nn.TransformerEncoderLayer) and inside:
-            attachment.override_(module, "activation_relu_or_gelu", 0)
+        if isinstance(module, nn.TransformerEncoderLayer) and inside:
+            attachment.override_(module, "activation_relu_or_gelu", 0)  # closes its inference fast path
         elif isinstance(module, nn.TransformerEncoder) and inside:
             attachment.override_(module, "use_nested_tensor", False)
+        elif module not in adapted and adapted.intersection(read_layers(module).values()):
+            attachment.divert_(module)
+
+
+def _check_readers(names: Names, adapted: Iterable[nn.Module]) -> None:
+    for module in names.of:
+        for path, layer in read_layers(module).items():
+            if layer in adapted and "." in path and not isinstance(module, nn.TransformerEncoderLayer):
+                raise UnsupportedLayerError(
+                    f"{names.first(layer)} is read by {names.first(module)} ({type(module).__name__}) from afar, as "
+                    f"self.{path}.weight, past any adapter; leave it out with targets="
+                )
 
 
 def _summarise(names: Names, plan: _Plan) -> Summary:

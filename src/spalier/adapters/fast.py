@@ -55,6 +55,9 @@ def _autocast(*tensors: Tensor | None) -> Any:
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
+_LARGE = 1 << 22  # elements
+
+
 def _fusing_pays(pixels: int, weight: Tensor) -> bool:
     """Forming the fused weight, memory-bound, costs about as much as the thin path over this many pixels."""
     outputs, inputs = weight.shape[:2]
@@ -67,7 +70,7 @@ class _Linear(torch.autograd.Function):
         if _fusing_pays(x.shape[:-1].numel(), weight):
             return F.linear(x, torch.addmm(weight, up.T, down), bias)
         out = F.linear(x, weight, bias)
-        out.view(-1, out.shape[-1]).addmm_(_flat(x) @ down.T, up)
+        _accumulate_(_columns(out), _project(_columns(x), down), up)
         return out
 
     @staticmethod
@@ -78,21 +81,17 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, down, up = ctx.saved_tensors
-        need_x, _, need_bias, need_down, need_up = ctx.needs_input_grad
-        flat_x, flat_grad = _flat(x), _flat(grad)
-        thin_grad = up @ flat_grad.T  # (r, pixels)
-        grad_x = None
-        if need_x and _fusing_pays(len(flat_x), weight):
-            grad_x = flat_grad @ torch.addmm(weight, up.T, down)
+        need_x, _, need_bias, *need_factors = ctx.needs_input_grad
+        grad_x = grad_down = grad_up = None
+        if need_x and _fusing_pays(x.shape[:-1].numel(), weight):
+            grad_x = grad @ torch.addmm(weight, up.T, down)
         elif need_x:
-            grad_x = (flat_grad @ weight).addmm_(thin_grad.T, down)
-        return (
-            None if grad_x is None else grad_x.view(x.shape),
-            None,
-            flat_grad.sum(0) if need_bias else None,
-            thin_grad @ flat_x if need_down else None,
-            (down @ flat_x.T) @ flat_grad if need_up else None,
-        )
+            grad_x = grad @ weight
+            _accumulate_(_columns(grad_x), _project(_columns(grad), up), down)
+        if any(need_factors):
+            grad_down, grad_up = _grad_pointwise(_columns(grad), _columns(x), down, up)
+        grad_bias = grad.sum(list(range(grad.dim() - 1))) if need_bias else None
+        return grad_x, None, grad_bias, grad_down, grad_up
 
 
 class _Conv(torch.autograd.Function):
@@ -104,7 +103,8 @@ class _Conv(torch.autograd.Function):
         if down.dim() > 2 or _fusing_pays(len(x) * at.outputs(x.shape[2:]).numel(), weight):
             return at.convolve(x, _fused(weight, down, up), bias)
         out = at.convolve(x, weight, bias)
-        return _accumulate_(out, _project(at.centre_tap(x), down), up)
+        _accumulate_(out.flatten(2), _project(at.centre_tap(x).flatten(2), down), up)
+        return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -122,7 +122,7 @@ class _Conv(torch.autograd.Function):
         if any(need_factors) and down.dim() > 2:
             grad_down, grad_up = _grad_whole_kernel(grad, x, down, up, at)
         elif any(need_factors):
-            grad_down, grad_up = _grad_centre_tap(grad, at.centre_tap(x), down, up)
+            grad_down, grad_up = _grad_pointwise(grad.flatten(2), at.centre_tap(x).flatten(2), down, up)
         grad_bias = grad.sum([0, *range(2, grad.dim())]) if need_bias else None
         return grad_x, None, grad_bias, grad_down, grad_up, *(None for _ in ctx.window)
 
@@ -146,62 +146,51 @@ def _grad_input(grad: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tenso
     if many or down.dim() > 2 or not at.is_aligned():
         return at.backward(grad, x, _fused(weight, down, up), of="input")
     grad_x = at.backward(grad, x, weight, of="input")
-    return _accumulate_(grad_x, _project(grad, up), down)
-
-
-def _grad_centre_tap(grad: Tensor, x: Tensor, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    inputs, outputs, rank = x.shape[1], grad.shape[1], len(down)
-    if inputs * outputs <= 4 * rank * (inputs + outputs):  # one square product beats four thin ones
-        pointwise = _rows(grad).T @ _rows(x)  # (out, in)
-        return up @ pointwise, down @ pointwise.T
-    return _correlate(_project(grad, up), x), _correlate(_project(x, down), grad)
+    _accumulate_(grad_x.flatten(2), _project(grad.flatten(2), up), down)
+    return grad_x
 
 
 def _grad_whole_kernel(
     grad: Tensor, x: Tensor, down: Tensor, up: Tensor, at: Window
 ) -> tuple[Tensor, Tensor]:
-    grad_down = at.backward(_project(grad, up), x, down, of="weight")
-    return grad_down, _correlate(at.convolve(x, down, None), grad)
+    thin_grad = _project(grad.flatten(2), up).view(len(grad), len(up), *grad.shape[2:])
+    grad_down = at.backward(thin_grad, x, down, of="weight")
+    return grad_down, _correlate(at.convolve(x, down, None).flatten(2), grad.flatten(2))
 
 
-# The thin products, over (batch, channels, ...) in either memory layout, without copying the wide side. Of the
-# several ways to write each, these are the fastest on CPUs.
+# The thin products, on activations as (batch, channels, positions). A sum over all positions is a batch of products
+# and a sum: several times faster on CPUs than one product with so few rows, and the same code for both layouts.
+
+
+def _grad_pointwise(grad: Tensor, x: Tensor, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of both factors, where each output position meets one input position."""
+    inputs, outputs, rank = x.shape[1], grad.shape[1], len(down)
+    if inputs * outputs <= 4 * rank * (inputs + outputs):  # one square product beats four thin ones
+        pointwise = _correlate(x, grad)  # (in, out)
+        return up @ pointwise.T, down @ pointwise
+    return _correlate(_project(grad, up), x), _correlate(_project(x, down), grad)
 
 
 def _project(x: Tensor, factor: Tensor) -> Tensor:
-    """(batch, channels, ...) by (r, channels): (batch, r, ...)."""
-    if _is_channels_last(x):  # oneDNN's pointwise convolution beats a matrix product with so few columns
-        axes = x.dim() - 2
-        at = Window((1,) * axes, (1,) * axes, (0,) * axes, (1,) * axes)
-        return at.convolve(x, factor.view(*factor.shape, *at.kernel), None)
-    return (factor @ x.flatten(2)).view(len(x), len(factor), *x.shape[2:])
+    """(batch, channels, positions) by (r, channels): (batch, r, positions)."""
+    if x.numel() > _LARGE and x.stride(1) == 1:  # past the caches, oneDNN's pointwise convolution is faster
+        return F.conv2d(x.unsqueeze(2), factor[:, :, None, None]).squeeze(2)
+    return torch.bmm(factor.expand(len(x), -1, -1), x)
 
 
-def _correlate(thin: Tensor, wide: Tensor) -> Tensor:
-    """Sum over batch and positions of thin wide^T: (r, channels)."""
-    if _is_channels_last(wide):
-        return thin.movedim(1, 0).reshape(thin.shape[1], -1) @ _rows(wide)
-    return torch.bmm(thin.flatten(2), wide.flatten(2).mT).sum(0)
+def _correlate(a: Tensor, b: Tensor) -> Tensor:
+    """Sum over batch and positions of a b^T: (channels of a, channels of b)."""
+    return torch.bmm(a, b.mT).sum(0)
 
 
-def _accumulate_(out: Tensor, thin: Tensor, factor: Tensor) -> Tensor:
-    """Add ``thin`` (batch, r, ...) by (r, channels) to ``out`` (batch, channels, ...), in place."""
-    if _is_channels_last(out):
-        out.movedim(1, -1).view(-1, out.shape[1]).addmm_(_rows(thin), factor)
+def _accumulate_(out: Tensor, thin: Tensor, factor: Tensor) -> None:
+    """Add ``thin`` (batch, r, positions) by (r, channels) to ``out`` (batch, channels, positions), in place."""
+    if out.stride(1) == 1:
+        out.mT.baddbmm_(thin.mT, factor.expand(len(out), -1, -1))
     else:
-        left = factor.T.expand(len(out), -1, -1)
-        out.view(len(out), out.shape[1], -1).baddbmm_(left, thin.flatten(2))
-    return out
+        out.baddbmm_(factor.T.expand(len(out), -1, -1), thin)
 
 
-def _is_channels_last(x: Tensor) -> bool:
-    return x.stride(1) == 1
-
-
-def _rows(x: Tensor) -> Tensor:
-    """(batch, channels, ...) as (pixels, channels)."""
-    return x.movedim(1, -1).reshape(-1, x.shape[1])
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+def _columns(x: Tensor) -> Tensor:
+    """(batch, ..., channels) as (batch, channels, positions), a view where x is contiguous."""
+    return (x.flatten(1, -2) if x.dim() > 2 else x.view(1, -1, x.shape[-1])).mT

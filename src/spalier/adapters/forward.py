@@ -2,7 +2,8 @@
 
 A fast path (`spalier.adapters.fast`) serves low-rank updates of layers whose forward is PyTorch's own. Everything
 else, user subclasses with a forward of their own among them, runs its class's forward on a replica that
-holds the fused weight: the layer itself is never touched, so threads may share it.
+holds the fused weight: the layer itself is never touched, so threads may share it. So does a module that reads the
+weights of layers inside of it without calling them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from spalier.adapters import fast
 from spalier.adapters.layers import is_transformers_conv1d
+from spalier.adapters.readers import read_layers
 from spalier.adapters.updates import LowRank
 from spalier.adapters.window import Window
 
@@ -148,6 +150,7 @@ def _replica(layer: nn.Module) -> nn.Module:
     for name, update in updates(layer).items():
         weight = twin._parameters.pop(name)
         twin.__dict__[name] = update(weight)
-    if isinstance(layer, nn.MultiheadAttention) and updates(layer.out_proj):
-        twin._modules["out_proj"] = _replica(layer.out_proj)  # attention reads its weight and never calls it
+    for path, child in read_layers(layer).items():
+        if updates(child):
+            twin._modules[path] = _replica(child)
     return twin

@@ -73,7 +73,7 @@ def select_adaptable(
     if targets is None:
         chosen: Iterable[nn.Module] = names.of
     elif callable(targets) and not isinstance(targets, str):
-        chosen = [m for m in names.of if m not in excluded and _could_adapt(m) and targets(names.first(m), m)]
+        chosen = [m for m in names.of if m not in excluded and _could_adapt(m) and targets(names.of[m][0], m)]
         if not chosen:
             raise TargetError(
                 f"the targets predicate chose no layer; it was asked for each {SUPPORTED} outside of the head"
