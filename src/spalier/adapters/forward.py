@@ -45,7 +45,8 @@ def updates(layer: nn.Module) -> dict[str, nn.Module]:
 
 def divert_(layer: nn.Module) -> None:
     """Let calls of ``layer`` see its fused weights."""
-    layer.forward = partial(_way_of(layer), layer)
+    read = tuple(path for path, child in read_layers(layer).items() if updates(child))
+    layer.forward = partial(run_reader, layer, read) if read else partial(_way_of(layer), layer)
 
 
 def is_diverted(layer: nn.Module) -> bool:
@@ -120,6 +121,14 @@ def run_any(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(layer).forward(_replica(layer), *args, **kwargs)
 
 
+def run_reader(layer: nn.Module, read: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+    """A module that reads the weights of the layers named by ``read``: its own forward on fused ones."""
+    twin = _replica(layer)
+    for name in read:
+        twin._modules[name] = _replica(layer.get_submodule(name))
+    return type(layer).forward(twin, *args, **kwargs)
+
+
 def _factors(layer: nn.Module, *, inputs_first: bool) -> tuple[Tensor, Tensor]:
     update: LowRank = layer.weight_adapter  # type: ignore[assignment]
     return update.factors(inputs_first=inputs_first)
@@ -150,7 +159,4 @@ def _replica(layer: nn.Module) -> nn.Module:
     for name, update in updates(layer).items():
         weight = twin._parameters.pop(name)
         twin.__dict__[name] = update(weight)
-    for path, child in read_layers(layer).items():
-        if updates(child):
-            twin._modules[path] = _replica(child)
     return twin
