@@ -5,7 +5,7 @@ norms and head, which any adapter has to compute. Contenders take turns step by 
 all alike; the table shows medians of the rounds' ratios. All run in the same memory layout and make the same
 optimizer step.
 
-    python3 dev.py bench                      # every row, about fifteen minutes on two cores
+    python3 dev.py bench                      # every row, about twenty minutes on two cores
     python3 dev.py bench --rows resnet18 --repeats 5
 """
 
@@ -264,7 +264,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--repeats", type=int, default=15, help="interleaved steps of each contender")
+    parser.add_argument("--repeats", type=int, default=21, help="interleaved steps of each contender")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     rows = {}

@@ -45,7 +45,10 @@ class Window(NamedTuple):
             before, after = max(0, -first), max(0, last - size + 1)
             pads = [before, after, *pads]  # F.pad counts axes from the last
             index.append(slice(first + before, last + before + 1, s))
-        return (F.pad(x, pads) if any(pads) else x)[tuple(index)]
+        met = (F.pad(x, pads) if any(pads) else x)[tuple(index)]
+        if x.stride(1) == 1:  # what a stride leaves is copied later: keep the channels last
+            return met.movedim(1, -1).contiguous().movedim(-1, 1)
+        return met
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The convolution itself, in one group."""
