@@ -285,6 +285,25 @@ def show(rows: dict[str, Any]) -> str:
     return table(["network", *names], cells)
 
 
+def markdown(report: dict[str, Any]) -> str:
+    """The table as the README shows it."""
+    columns = {
+        "bound : full": "lower bound",
+        "spalier : full": "**Spalier**",
+        "published : full": "published library",
+        "peft : full": "PEFT",
+        "spalier : bound": "Spalier : bound",
+        "saved spalier": "saved, Spalier",
+        "saved published": "saved, published",
+        "saved peft": "saved, PEFT",
+    }
+    lines = ["| network | " + " | ".join(columns.values()) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, row in report["rows"].items():
+        numbers = " | ".join(f"{row['ratios'][key]:.2f}" for key in columns)
+        lines.append(f"| {name.removesuffix('-contiguous')}: {row['described']} | {numbers} |")
+    return "\n".join(lines)
+
+
 def machine() -> dict[str, Any]:
     return {
         "torch": torch.__version__,

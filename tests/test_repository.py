@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import importlib.util
 import inspect
 import json
 import re
@@ -168,6 +169,17 @@ def test_the_version_is_in_the_changelog_and_the_citation():
     assert f"## {spalier.__version__}" in (ROOT / "CHANGELOG.md").read_text()
     assert f"version: {spalier.__version__}" in (ROOT / "CITATION.cff").read_text()
     assert importlib.metadata.version("spalier") == spalier.__version__
+
+
+def test_the_readmes_measurements_are_the_committed_ones():
+    specification = importlib.util.spec_from_file_location("step", ROOT / "benchmarks/training_step.py")
+    benchmark = sys.modules["step"] = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(benchmark)
+    report = json.loads((ROOT / "benchmarks/results/training_step.json").read_text())
+    readme = (ROOT / "README.md").read_text()
+    assert benchmark.markdown(report) in readme
+    extra = json.loads((ROOT / "benchmarks/results/import_time.json").read_text())["extra"]
+    assert f"{extra:.2f} s" in readme
 
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("src/**/*.py")), ids=lambda f: f.name)

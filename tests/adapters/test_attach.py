@@ -431,6 +431,25 @@ def test_a_network_that_is_not_adapted_is_refused(call):
         call("resnet")
 
 
+def test_an_attribute_in_the_adapters_place_is_refused():
+    net = tiny_cnn()
+    net[3].weight_adapter = "mine"
+    before = snapshot(net)
+    with pytest.raises(AttachmentError, match="3 has an attribute weight_adapter of its own"):
+        sp.attach_(net, sp.SPLoRA(2))
+    assert_unchanged(net, before)
+
+
+def test_a_forward_on_the_instance_is_not_displaced():
+    net = tiny_cnn()
+    net[3].forward = net[3].forward
+    before = snapshot(net)
+    with pytest.raises(UnsupportedLayerError, match=r"3 .* has a forward of its own on the instance"):
+        sp.attach_(net, sp.SPLoRA(2))
+    assert_unchanged(net, before)
+    sp.attach_(net, sp.SPLoRA(2), targets="0")
+
+
 def test_a_wrapper_is_told_apart():
     net = tiny_cnn()
     sp.attach_(net, sp.SPLoRA(2))

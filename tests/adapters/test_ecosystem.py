@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import spalier as sp
+from spalier.adapters import fast
 
 
 class Small(nn.Module):
@@ -162,6 +163,28 @@ def test_functional_gradients():
 
     want = gradients(net, net(x).square().sum())
     assert_same_gradients(torch.func.grad(loss)(learned).values(), want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(4, 5), nn.Conv2d(4, 5, 3, padding=1)], ids=lambda m: type(m).__name__
+)
+def test_per_sample_gradients_by_vmap(layer, fused, monkeypatch):
+    monkeypatch.setattr(fast, "_fusing_pays", lambda pixels, weight: fused)
+    net = nn.Sequential(copy.deepcopy(layer)).double()
+    sp.attach_(net, sp.SPLoRA(2))
+    awaken_(net)
+    x = torch.randn(3, *((4,) if isinstance(layer, nn.Linear) else (4, 5, 5)), dtype=torch.float64)
+    learned = {k: v.detach() for k, v in net.named_parameters() if v.requires_grad}
+
+    def loss(parameters, sample):
+        return torch.func.functional_call(net, parameters, (sample.unsqueeze(0),)).square().sum()
+
+    together = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(learned, x)
+    for index, sample in enumerate(x):
+        alone = torch.func.grad(loss)(learned, sample)
+        for key, grads in together.items():
+            torch.testing.assert_close(grads[index], alone[key], rtol=1e-10, atol=1e-10)
 
 
 def _train_in_a_process(rank, port, folder):

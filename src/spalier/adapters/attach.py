@@ -10,7 +10,7 @@ from torch import nn
 from spalier.adapters.attachment import Attachment, Updated, attachment_of
 from spalier.adapters.config import Adapter, Fit
 from spalier.adapters.finetune import FineTune
-from spalier.adapters.forward import updates
+from spalier.adapters.forward import adapter_name, updates
 from spalier.adapters.layers import Geometry, is_finite, is_norm
 from spalier.adapters.readers import read_layers
 from spalier.adapters.selection import Names, Targets, select_adaptable, select_named
@@ -116,7 +116,7 @@ def _plan(
         chosen = select_adaptable(names, targets, excluded=set(learned))
         plan = _fit(names, adapter, chosen, learned)
     _check_finite(names, plan)
-    _check_readers(names, plan.adapted)
+    _check_calls(names, plan.adapted)
     check_ties(names, {m: set(w) for m, w in plan.adapted.items()}, set(plan.learned))
     return plan
 
@@ -142,10 +142,7 @@ def _fit(
     adapted: dict[nn.Module, Weights] = {}
     unpaid = set()
     for layer, weights in chosen.items():
-        if updates(layer):
-            raise AttachmentError(
-                f"{names.first(layer)} carries an adapter already; detach_ its network first"
-            )
+        _check_free(names.first(layer), layer, weights)
         try:
             fits = {name: (geometry, adapter.fit(geometry)) for name, geometry in weights.items()}
         except RankError as error:
@@ -163,6 +160,14 @@ def _fit(
         )
         raise TargetError(f"nothing to adapt in this network: {why}")
     return _Plan(adapted, learned, unpaid)
+
+
+def _check_free(name: str, layer: nn.Module, weights: Iterable[str]) -> None:
+    if updates(layer):
+        raise AttachmentError(f"{name} carries an adapter already; detach_ its network first")
+    taken = [adapter_name(weight) for weight in weights if hasattr(layer, adapter_name(weight))]
+    if taken:
+        raise AttachmentError(f"{name} has an attribute {taken[0]} of its own, where its adapter would sit")
 
 
 def _build(names: Names, plan: _Plan, adapter: Adapter | FineTune) -> list[Updated]:
@@ -192,10 +197,17 @@ def _reach_readers_(names: Names, attachment: Attachment) -> None:
             attachment.divert_(module)
 
 
-def _check_readers(names: Names, adapted: Iterable[nn.Module]) -> None:
+def _check_calls(names: Names, adapted: Iterable[nn.Module]) -> None:
+    """Refuse layers whose calls could not be made to see an adapter."""
     for module in names.of:
-        for path, layer in read_layers(module).items():
-            if layer in adapted and "." in path and not isinstance(module, nn.TransformerEncoderLayer):
+        read = {path: layer for path, layer in read_layers(module).items() if layer in adapted}
+        if (module in adapted or read) and "forward" in module.__dict__:
+            raise UnsupportedLayerError(
+                f"{names.first(module)} ({type(module).__name__}) has a forward of its own on the instance, set by "
+                "another library perhaps, which an adapter would displace; leave it out with targets="
+            )
+        for path, layer in read.items():
+            if "." in path and not isinstance(module, nn.TransformerEncoderLayer):
                 raise UnsupportedLayerError(
                     f"{names.first(layer)} is read by {names.first(module)} ({type(module).__name__}) from afar, as "
                     f"self.{path}.weight, past any adapter; leave it out with targets="

@@ -65,6 +65,8 @@ def _fusing_pays(pixels: int, weight: Tensor) -> bool:
 
 
 class _Linear(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> Tensor:
         if _fusing_pays(x.shape[:-1].numel(), weight):
@@ -95,6 +97,8 @@ class _Linear(torch.autograd.Function):
 
 
 class _Conv(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
         x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, *window: Any
