@@ -139,6 +139,21 @@ def test_recurrent_layers(kind):
     assert sp.count(net, torch.randn(7, 3, 8), samples=3).macs == want
 
 
+class Products(nn.Module):
+    def forward(self, a, b, c):
+        return torch.baddbmm(c, a, b).sum() + torch.einsum("bij,bjk->ik", a, b) + torch.addbmm(c[0], a, b)
+
+
+def test_batched_products():
+    a, b, c = torch.randn(2, 3, 4), torch.randn(2, 4, 5), torch.randn(2, 3, 5)
+    assert sp.count(Products(), (a, b, c), samples=1).macs == 3 * (2 * 3 * 4 * 5)
+
+
+def test_bilinear():
+    net = nn.Bilinear(3, 4, 5)
+    assert sp.count(net, (torch.randn(2, 3), torch.randn(2, 4))).macs == 5 * 3 * 4 + 5 * 4
+
+
 def test_a_single_vector_is_counted():
     assert sp.count(nn.Linear(4, 5), torch.randn(4), samples=1).macs == 20
 

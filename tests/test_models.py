@@ -113,7 +113,7 @@ def bad_weights(kind, folder: Path):
         ("no file", "no weights file"),
         ("pickled code", "not a checkpoint of plain tensors"),
         ("whole network", "not a checkpoint of plain tensors"),
-        ("not a mapping", "holds a list"),
+        ("not a mapping", "are a list"),
         ("garbage", "not a readable safetensors file"),
     ],
 )
@@ -126,6 +126,26 @@ def test_weights_that_do_not_fit_change_nothing(kind, words, tmp_path, monkeypat
         models.load_weights_(net, weights)
     assert_unchanged(net, before)
     assert not (tmp_path / "exploited").exists()
+
+
+def test_a_network_on_the_meta_device_takes_no_weights():
+    with torch.device("meta"):
+        net = models.resnet18(classes=3)
+    with pytest.raises(WeightsError, match="meta device"):
+        models.load_weights_(net, models.resnet18(classes=3).state_dict())
+
+
+@pytest.mark.parametrize("weights", [None, 3, {"conv1.weight": "x"}], ids=str)
+def test_what_is_no_state_dict_is_refused(weights):
+    with pytest.raises(WeightsError, match="expected a state_dict"):
+        models.load_weights_(models.resnet18(classes=3), weights)
+
+
+def test_weights_that_are_not_finite_are_refused():
+    state = models.resnet18(classes=3).state_dict()
+    state["bn1.weight"][0] = float("nan")
+    with pytest.raises(WeightsError, match=r"bn1\.weight holds NaN"):
+        models.load_weights_(models.resnet18(classes=3), state)
 
 
 @pytest.mark.parametrize("options", [{"classes": 0}, {"classes": 2.5}, {"stem": "mnist"}], ids=str)

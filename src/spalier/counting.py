@@ -228,7 +228,16 @@ def _formulas() -> dict[Any, Any]:
     def recurrent(x: list[int], inputs: list[int], hidden: list[int], *_: Any, **__: Any) -> int:
         return 2 * torch.Size(x[:2]).numel() * (torch.Size(inputs).numel() + torch.Size(hidden).numel())
 
+    def bilinear(x: list[int], weight: list[int], y: list[int], *_: Any, **__: Any) -> int:
+        samples, outputs = x[0], weight[0] if len(weight) == 3 else weight[1]
+        return 2 * samples * outputs * (x[-1] * y[-1] + y[-1])
+
+    def added_batch(_: Any, a: list[int], b: list[int], *__: Any, **___: Any) -> int:
+        return 2 * torch.Size(a).numel() * b[-1]
+
     return {
+        aten._trilinear: bilinear,
+        aten.addbmm: added_batch,
         aten.mkldnn_rnn_layer: recurrent,
         aten._scaled_dot_product_flash_attention_for_cpu: attention,
         aten.mv: matrix_vector,

@@ -166,8 +166,12 @@ def load_weights_(
     >>> load_weights_(resnet18(classes=10, stem="cifar"), pretrained.state_dict())
     Loaded(pooled=('conv1.weight',), skipped=('fc.weight', 'fc.bias'))
     """
-    source = dict(_read(weights) if isinstance(weights, str | PathLike) else weights)
+    source = _tensors(_read(weights) if isinstance(weights, str | PathLike) else weights)
     own = net.state_dict()
+    if any(tensor.is_meta for tensor in own.values()):
+        raise WeightsError(
+            "the network is on the meta device, where nothing can be loaded; net.to_empty(device=...) first"
+        )
     ignorable = {key for key in own if key.endswith("num_batches_tracked")}
     missing = sorted(own.keys() - source.keys() - ignorable)
     unexpected = sorted(source.keys() - own.keys())
@@ -228,9 +232,18 @@ def _read(path: str | PathLike[str]) -> Mapping[str, Tensor]:
             f"{file} is not a checkpoint of plain tensors ({type(error).__name__}); "
             "convert it to safetensors, or save its state_dict() alone"
         ) from error
-    if not isinstance(state, Mapping) or not all(isinstance(v, Tensor) for v in state.values()):
-        raise WeightsError(f"{file} holds a {type(state).__name__}, expected a state_dict of tensors")
-    return state
+    return _tensors(state)
+
+
+def _tensors(weights: object) -> dict[str, Tensor]:
+    if not isinstance(weights, Mapping) or not all(isinstance(v, Tensor) for v in weights.values()):
+        raise WeightsError(
+            f"the weights are a {type(weights).__name__}, expected a state_dict of tensors or its file"
+        )
+    broken = [key for key, value in weights.items() if not torch.isfinite(value).all()]
+    if broken:
+        raise WeightsError(f"{_some(broken)} holds NaN or infinite values; expected finite weights")
+    return dict(weights)
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:

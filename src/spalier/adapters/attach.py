@@ -7,15 +7,23 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from spalier.adapters.attachment import Attachment, Updated, attachment_of
+from spalier.adapters.attachment import (
+    Attachment,
+    Updated,
+    attachment_of,
+    copies_of,
+    is_marked,
+    uninitialised,
+)
 from spalier.adapters.config import Adapter, Fit
 from spalier.adapters.finetune import FineTune
-from spalier.adapters.forward import adapter_name, updates
+from spalier.adapters.forward import adapted_reads, adapter_name, updates
 from spalier.adapters.layers import Geometry, is_finite, is_norm
 from spalier.adapters.readers import read_layers
 from spalier.adapters.selection import Names, Targets, select_adaptable, select_named
 from spalier.adapters.summary import Row, Summary
 from spalier.adapters.ties import check_ties
+from spalier.adapters.updates import Update
 from spalier.errors import (
     AttachmentError,
     ConfigError,
@@ -60,16 +68,14 @@ def attach_(
     3      Linear               18     -       18  head
     learned: 56 of 258 parameters (21.7%)
     """
-    _check_arguments(net, adapter, norms)
+    _check_arguments(net, adapter, targets, norms)
     names = Names(net)
     plan = _plan(names, adapter, targets, head, norms)
-    updated = _build(names, plan, adapter)  # allocates; what follows only assigns
-    attachment = Attachment(adapter, _summarise(names, plan))
-    attachment.freeze_(net)
-    attachment.thaw_(list(plan.learned))
-    attachment.adapt_(updated)
+    updated = _build(names, plan, adapter)
+    replaced = copies_of(list(names.of), set(plan.learned))
+    attachment = Attachment(net, adapter, _summarise(names, plan), updated, replaced)
+    attachment.apply_()
     _reach_readers_(names, attachment)
-    net.__dict__["_spalier"] = attachment
     return attachment.summary
 
 
@@ -87,16 +93,18 @@ def detach_(net: nn.Module) -> None:
     (True, ['0.weight', '0.bias'])
     """
     attachment = attachment_of(net)
+    attachment.check_present(whole=True)
+    originals = [entry.moved_original() for entry in attachment.replaced]
     attachment.remove_()
-    attachment.restore_()
-    del net.__dict__["_spalier"]
+    attachment.restore_(originals)
+    attachment.reset_flags_()
 
 
 @dataclass(frozen=True)
 class _Plan:
     adapted: dict[nn.Module, Weights]
     learned: dict[nn.Module, str]
-    """Modules whose own tensors learn as they are, and as what: norm, head or weights."""
+    """Modules whose own parameters learn as they are, and as what: norm, head or weights."""
     unpaid: set[nn.Module]
     """Layers that a cap left without a rank."""
 
@@ -109,7 +117,10 @@ def _plan(
     norms: bool,
 ) -> _Plan:
     learned = {m: "norm" for m in names.of if norms and is_norm(m)}
-    learned |= {m: "head" for m in names.of if m in select_named(names, "head", head)}
+    chosen_head = select_named(names, "head", head)
+    if chosen_head and not any(True for m in chosen_head for _ in m.parameters()):
+        raise TargetError(f"the head {head!r} has no parameters that could learn")
+    learned |= {m: "head" for m in names.of if m in chosen_head}
     if isinstance(adapter, FineTune):
         plan = _Plan({}, _fine_tuned(names, targets) | learned, set())
     else:
@@ -173,7 +184,7 @@ def _check_free(name: str, layer: nn.Module, weights: Iterable[str]) -> None:
 def _build(names: Names, plan: _Plan, adapter: Adapter | FineTune) -> list[Updated]:
     if isinstance(adapter, FineTune):
         return []
-    built: dict[int, nn.Module] = {}  # tied weights share one update
+    built: dict[int, Update] = {}  # tied weights share one update
     updated = []
     for layer, weights in plan.adapted.items():
         for name, (geometry, fit) in weights.items():
@@ -188,26 +199,32 @@ def _reach_readers_(names: Names, attachment: Attachment) -> None:
     """Let modules that read weights without calling layers see the adapters too."""
     adapted = {entry.layer for entry in attachment.updated}
     for module in names.of:
-        inside = adapted.intersection(module.modules())
-        if isinstance(module, nn.TransformerEncoderLayer) and inside:
-            attachment.override_(module, "activation_relu_or_gelu", 0)  # closes its inference fast path
-        elif isinstance(module, nn.TransformerEncoder) and inside:
+        is_encoder = isinstance(module, nn.TransformerEncoderLayer | nn.TransformerEncoder)
+        if is_encoder and adapted.intersection(module.modules()):  # close the inference fast paths
+            attachment.override_(module, "activation_relu_or_gelu", 0)
             attachment.override_(module, "use_nested_tensor", False)
-        elif module not in adapted and adapted.intersection(read_layers(module).values()):
+        if module not in adapted and not _is_encoder_layer(module) and adapted_reads(module):
             attachment.divert_(module)
+
+
+def _is_encoder_layer(module: nn.Module) -> bool:
+    """PyTorch's own, which reads weights on its fast path alone."""
+    kind = nn.TransformerEncoderLayer
+    return isinstance(module, kind) and type(module).forward is kind.forward
 
 
 def _check_calls(names: Names, adapted: Iterable[nn.Module]) -> None:
     """Refuse layers whose calls could not be made to see an adapter."""
     for module in names.of:
-        read = {path: layer for path, layer in read_layers(module).items() if layer in adapted}
+        reads = {} if _is_encoder_layer(module) else read_layers(module)
+        read = {path: layer for path, layer in reads.items() if layer in adapted}
         if (module in adapted or read) and "forward" in module.__dict__:
             raise UnsupportedLayerError(
                 f"{names.first(module)} ({type(module).__name__}) has a forward of its own on the instance, set by "
                 "another library perhaps, which an adapter would displace; leave it out with targets="
             )
         for path, layer in read.items():
-            if "." in path and not isinstance(module, nn.TransformerEncoderLayer):
+            if "." in path:
                 raise UnsupportedLayerError(
                     f"{names.first(layer)} is read by {names.first(module)} ({type(module).__name__}) from afar, as "
                     f"self.{path}.weight, past any adapter; leave it out with targets="
@@ -218,30 +235,32 @@ def _summarise(names: Names, plan: _Plan) -> Summary:
     rows = []
     counted: set[int] = set()
     for module in names.of:
-        own = [p for p in module.parameters(recurse=False) if id(p) not in counted]
-        counted.update(map(id, own))
+        own = {key: p for key, p in module.named_parameters(recurse=False) if id(p) not in counted}
+        counted.update(map(id, own.values()))
         if own or module in plan.adapted:
-            rows.append(_row(names.first(module), module, sum(p.numel() for p in own), plan))
+            rows.append(_row(names.first(module), module, own, plan))
     total, learned = sum(r.parameters for r in rows), sum(r.learned for r in rows)
     return Summary(tuple(rows), total, learned)
 
 
-def _row(name: str, module: nn.Module, parameters: int, plan: _Plan) -> Row:
-    kind = type(module).__name__
+def _row(name: str, module: nn.Module, own: dict[str, nn.Parameter], plan: _Plan) -> Row:
+    """``own`` are the parameters that no row before has counted: a tied weight and its adapter count once."""
+    kind, parameters = type(module).__name__, sum(p.numel() for p in own.values())
     if module in plan.learned:
         return Row(name, kind, parameters, None, parameters, plan.learned[module])
     if module not in plan.adapted:
         reason = "frozen (no rank pays)" if module in plan.unpaid else "frozen"
         return Row(name, kind, parameters, None, 0, reason)
-    if not parameters:
-        return Row(name, kind, 0, None, 0, "adapter (tied)")
-    fits = [fit for _, fit in plan.adapted[module].values()]
-    adapted = sum(geometry.numel for geometry, _ in plan.adapted[module].values())
-    learned = sum(fit.learned for fit in fits)
-    return Row(name, kind, parameters, fits[0].rank, learned, "adapter", adapted)
+    fits = [entry for key, entry in plan.adapted[module].items() if key in own]
+    if not fits:
+        return Row(name, kind, parameters, None, 0, "adapter (tied)")
+    adapted = sum(geometry.numel for geometry, _ in fits)
+    return Row(
+        name, kind, parameters, fits[0][1].rank, sum(fit.learned for _, fit in fits), "adapter", adapted
+    )
 
 
-def _check_arguments(net: object, adapter: object, norms: object) -> None:
+def _check_arguments(net: object, adapter: object, targets: object, norms: object) -> None:
     if not isinstance(net, nn.Module):
         raise ConfigError(f"net is a {type(net).__name__}, expected a torch.nn.Module")
     if isinstance(adapter, type) or not (
@@ -250,8 +269,18 @@ def _check_arguments(net: object, adapter: object, norms: object) -> None:
         raise ConfigError(f"adapter is {adapter!r}, expected one such as SPLoRA(rank=8)")
     if not isinstance(norms, bool):
         raise ConfigError(f"norms is {norms!r}, expected True or False")
-    if any("_spalier" in module.__dict__ for module in net.modules()):
-        raise AttachmentError("the network is adapted already; call detach_ first to adapt it anew")
+    if isinstance(targets, type):
+        raise ConfigError(
+            f"targets is the class {targets.__name__}; write lambda name, module: isinstance(module, ...)"
+        )
+    if any(is_marked(module) for module in net.modules()):
+        raise AttachmentError(
+            "the network, or one that it shares modules with, is adapted already; call detach_ on that first"
+        )
+    if uninitialised(net):
+        raise UnsupportedLayerError(
+            "the network has a lazy layer without a shape yet; run one batch through it first"
+        )
 
 
 def _check_finite(names: Names, plan: _Plan) -> None:

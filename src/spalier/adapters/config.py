@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from spalier.adapters.layers import Geometry
+from spalier.adapters.updates import Update
 from spalier.errors import ConfigError
 
 
@@ -27,7 +28,7 @@ class Adapter(Protocol):
         """What the update of such a weight costs; ``learned`` 0 leaves the weight frozen."""
         ...
 
-    def build(self, geometry: Geometry, fit: Fit, weight: Tensor) -> nn.Module:
+    def build(self, geometry: Geometry, fit: Fit, weight: Tensor) -> Update:
         """The update: a module that maps the frozen weight to the fused one, differentiably."""
         ...
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -19,8 +20,9 @@ from torch.nn.modules.conv import _ConvNd
 from spalier.adapters import fast
 from spalier.adapters.layers import is_transformers_conv1d
 from spalier.adapters.readers import read_layers
-from spalier.adapters.updates import LowRank
+from spalier.adapters.updates import LowRank, Update
 from spalier.adapters.window import Window
+from spalier.errors import AttachmentError
 
 
 def adapter_name(weight: str) -> str:
@@ -32,21 +34,29 @@ def adapter_name(weight: str) -> str:
     return f"{weight}_adapter"
 
 
-def updates(layer: nn.Module) -> dict[str, nn.Module]:
+def updates(layer: nn.Module) -> dict[str, Update]:
     """The updates that sit on ``layer`` itself, by the name of the parameter that each updates."""
     suffix = adapter_name("")
-    found = {name: child for name, child in layer._modules.items() if name.endswith(suffix)}
     return {
         name.removesuffix(suffix): child
-        for name, child in found.items()
-        if child is not None and name.removesuffix(suffix) in layer._parameters
+        for name, child in layer._modules.items()
+        if isinstance(child, Update) and name.endswith(suffix)
     }
+
+
+Reads = tuple[tuple[str, Any], ...]
+
+
+def adapted_reads(layer: nn.Module) -> Reads:
+    """The adapted layers whose weights ``layer`` reads, and those that they read in turn: ((name, reads), ...)."""
+    read = ((path, child, adapted_reads(child)) for path, child in read_layers(layer).items())
+    return tuple((path, inner) for path, child, inner in read if inner or updates(child))
 
 
 def divert_(layer: nn.Module) -> None:
     """Let calls of ``layer`` see its fused weights."""
-    read = tuple(path for path, child in read_layers(layer).items() if updates(child))
-    layer.forward = partial(run_reader, layer, read) if read else partial(_way_of(layer), layer)
+    reads = adapted_reads(layer)
+    layer.forward = partial(run_reader, layer, reads) if reads else partial(_way_of(layer), layer)
 
 
 def is_diverted(layer: nn.Module) -> bool:
@@ -118,15 +128,22 @@ def run_conv(layer: _ConvNd, input: Tensor) -> Tensor:
 
 def run_any(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Any layer with any update: its own forward on the fused weight, gradients by autograd."""
-    return type(layer).forward(_replica(layer), *args, **kwargs)
+    return run_reader(layer, (), *args, **kwargs)
 
 
-def run_reader(layer: nn.Module, read: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
-    """A module that reads the weights of the layers named by ``read``: its own forward on fused ones."""
-    twin = _replica(layer)
-    for name in read:
-        twin._modules[name] = _replica(layer.get_submodule(name))
-    return type(layer).forward(twin, *args, **kwargs)
+def run_reader(layer: nn.Module, reads: Reads, *args: Any, **kwargs: Any) -> Any:
+    """A module that reads the weights of layers inside of it: its own forward on fused ones."""
+    twin = _replica(layer, reads)
+    before = dict(twin.__dict__)
+    out = type(layer).forward(twin, *args, **kwargs)
+    if not torch.compiler.is_compiling():
+        for key, value in twin.__dict__.items():  # what forward has noted on itself belongs to the layer
+            if before.get(key, _ABSENT) is not value:
+                layer.__dict__[key] = value
+    return out
+
+
+_ABSENT = object()
 
 
 def _factors(layer: nn.Module, *, inputs_first: bool) -> tuple[Tensor, Tensor]:
@@ -149,7 +166,7 @@ def _padded(layer: _ConvNd, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return F.pad(x, sides), none
 
 
-def _replica(layer: nn.Module) -> nn.Module:
+def _replica(layer: nn.Module, reads: Reads) -> nn.Module:
     """A shallow twin of ``layer`` that holds the fused weights as plain tensors."""
     twin = layer.__new__(type(layer))
     twin.__dict__ = layer.__dict__.copy()
@@ -157,6 +174,15 @@ def _replica(layer: nn.Module) -> nn.Module:
     twin._parameters = layer._parameters.copy()
     twin._modules = layer._modules.copy()
     for name, update in updates(layer).items():
-        weight = twin._parameters.pop(name)
+        weight = twin._parameters.pop(name, None)
+        if weight is None:
+            raise AttachmentError(
+                f"the {name} of an adapted {type(layer).__name__} is no longer a parameter (pruned or "
+                "parametrized since attach_?); undo that first"
+            )
         twin.__dict__[name] = update(weight)
+    if isinstance(layer, nn.Embedding):
+        twin.__dict__["sparse"] = False  # the fused table is no leaf, and its gradient dense
+    for name, inner in reads:
+        twin._modules[name] = _replica(layer.get_submodule(name), inner)
     return twin

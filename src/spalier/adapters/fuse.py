@@ -7,9 +7,9 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from spalier.adapters.attachment import Attachment, Updated, attachment_of
+from spalier.adapters.attachment import MARK, Attachment, Updated, attachment_of
 from spalier.adapters.layers import is_finite
-from spalier.errors import NonFiniteError
+from spalier.errors import AttachmentError, NonFiniteError
 
 
 @torch.no_grad()
@@ -29,17 +29,25 @@ def fuse(net: nn.Module) -> nn.Module:
     ))
     """
     attachment = attachment_of(net)
-    _check_learned(net)
+    attachment.check_present(whole=False)
+    _check_finite(net)
     memo: dict[int, object] = {}  # what deepcopy takes instead of copying
     for entry in attachment.updated:
-        weight = entry.layer.get_parameter(entry.weight)
+        weight = entry.layer._parameters.get(entry.weight)
+        if weight is None:
+            raise AttachmentError(
+                f"{entry.name}.{entry.weight} is no longer a parameter (pruned or parametrized since attach_?); "
+                "undo that first"
+            )
         if id(weight) not in memo:
             memo[id(weight)] = nn.Parameter(_fused(entry, weight), requires_grad=False)
         memo[id(entry.update)] = entry.update
     for replaced in attachment.replaced:
         memo[id(replaced.original)] = replaced.original
     plain = copy.deepcopy(net, memo)
-    _clean_(plain)
+    twin: Attachment = plain.__dict__[MARK]
+    twin.remove_()
+    twin.reset_flags_()
     return plain
 
 
@@ -57,21 +65,10 @@ def _fused(entry: Updated, weight: Tensor) -> Tensor:
     return fused
 
 
-def _clean_(plain: nn.Module) -> None:
-    """Turn a copy of an adapted network into an ordinary one."""
-    attachment: Attachment = plain.__dict__.pop("_spalier")
-    attachment.remove_()
-    flags = {id(parameter): flag for parameter, flag in attachment.flags}
-    for entry in attachment.replaced:
-        current = getattr(entry.module, entry.key)
-        flags[id(current)] = flags.get(id(entry.original), False)
-    for parameter in plain.parameters():
-        parameter.requires_grad_(flags[id(parameter)])
-
-
-def _check_learned(net: nn.Module) -> None:
-    for name, parameter in net.named_parameters():
-        if parameter.requires_grad and not is_finite(parameter):
+def _check_finite(net: nn.Module) -> None:
+    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
+        learned = tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+        if learned and tensor.is_floating_point() and not is_finite(tensor):
             raise NonFiniteError(
                 f"{name} holds NaN or infinite values: training has diverged; go back to an earlier state"
             )

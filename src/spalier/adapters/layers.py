@@ -43,6 +43,12 @@ class Geometry:
         """The centre tap; of an even kernel, the first one past the middle."""
         return tuple(k // 2 for k in self.kernel)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter."""
+        sides = (self.inputs, self.outputs) if self.inputs_first else (self.outputs, self.inputs)
+        return sides[0], sides[1] // self.groups, *self.kernel
+
     def grouped(self, weight: Tensor) -> Tensor:
         """The parameter as (groups, out / groups, in / groups, *kernel), a view."""
         per_in, per_out = self.inputs // self.groups, self.outputs // self.groups
@@ -68,13 +74,18 @@ def geometries(module: nn.Module) -> dict[str, Geometry]:
         found = {"weight": _of_weight(module)}
     else:
         return {}
-    for name in found:
+    for name, geometry in found.items():
         _check_parameter(module, name)
+        shape = tuple(module.get_parameter(name).shape)
+        if shape != geometry.shape:
+            raise UnsupportedLayerError(
+                f"its {name} has shape {shape}, expected {geometry.shape} of such a layer; leave it out with targets="
+            )
     return found
 
 
 def is_norm(module: nn.Module) -> bool:
-    """True for normalisation layers: PyTorch's own, and others by name (LlamaRMSNorm, T5LayerNorm, FrozenBatchNorm2d).
+    """True for normalisation layers: PyTorch's own, and others by name (LlamaRMSNorm, T5LayerNorm).
 
     >>> is_norm(nn.GroupNorm(2, 4)), is_norm(nn.Linear(4, 4))
     (True, False)

@@ -3,7 +3,8 @@
 `nn.MultiheadAttention` does so with its ``out_proj``, torchvision's Swin attention with ``qkv`` and ``proj``. An
 adapter that sits on such a layer would be passed by in silence. What a module reads shows in the source of its
 ``forward`` and of the methods that this calls: ``self.proj.weight`` and the like. A weight that is fetched in another
-way (by index, by ``getattr``) does not show; comparing ``fuse(net)`` with ``net`` on a batch tells.
+way (by index, by ``getattr``, by a function outside of the class) does not show; comparing ``fuse(net)`` with
+``net`` on a batch tells.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _at(module: nn.Module, path: str) -> Iterable[nn.Module]:
 
 @cache
 def _read_paths(kind: type[nn.Module]) -> frozenset[str]:
-    sources = _sources(kind)
+    sources = {name: _without_aliases(text) for name, text in _sources(kind).items()}
     reached, waiting = set(), ["forward"]
     while waiting:
         name = waiting.pop()
@@ -56,17 +57,25 @@ def _read_paths(kind: type[nn.Module]) -> frozenset[str]:
     return frozenset(path.rstrip(".") for path, _ in found)
 
 
+def _without_aliases(text: str) -> str:
+    """``p = self.proj`` and then ``p.weight`` reads as ``self.proj.weight``."""
+    for alias, path in re.findall(r"\b(\w+)\s*=\s*(self(?:\.\w+)+)\s*$", text, re.MULTILINE):
+        text = re.sub(rf"(?<![\w.]){alias}\.", f"{path}.", text)
+    return text
+
+
 def _sources(kind: type[nn.Module]) -> dict[str, str]:
-    """The source of each method, the most derived one of a name; empty where Python has no source."""
+    """The source of each method, with those that it reaches by ``super()``; empty where Python has no source."""
     found: dict[str, str] = {}
     for base in kind.__mro__:
         if base is nn.Module:
             break
         for name, value in vars(base).items():
             function = value.fget if isinstance(value, property) else value
-            if inspect.isfunction(function) and name not in found:
+            if inspect.isfunction(function) and ("super()" in found.get(name, "super()")):
                 try:
-                    found[name] = inspect.getsource(function)
+                    text = inspect.getsource(function)
                 except (OSError, TypeError):
-                    found[name] = ""
+                    text = ""
+                found[name] = found.get(name, "").replace("super()", "") + text
     return found

@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from spalier.adapters.layers import Geometry
 
 
-class LowRank(nn.Module):
+class Update(nn.Module):
+    """What an adapter builds for one weight: called with the frozen weight, it returns the fused one."""
+
+
+class LowRank(Update):
     """``up^T down``: ``down`` projects the inputs to r channels, ``up`` brings these to the outputs (Eq. 3).
 
     In a grouped layer each group has its own r channels, so the cost stays r (in + out).
@@ -71,7 +75,7 @@ class LowRank(nn.Module):
             self.down[:, self.geometry.padding_idx] = 0
 
 
-class Pointwise(nn.Module):
+class Pointwise(Update):
     """A full matrix added to the weight, at the centre tap of a kernel (SPPaRA)."""
 
     residual: nn.Parameter
