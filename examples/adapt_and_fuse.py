@@ -1,4 +1,4 @@
-"""Adapt a frozen network to new digits, fuse the adapter away, and get the base back: half a minute on two cores.
+"""Adapt a frozen network to new digits, fuse the adapter away, and get the base back: a few seconds.
 
 The base learns the digits 0 to 4. Then it is frozen, and SPLoRA learns the digits 5 to 9 beside it. Every number
 that is printed is measured in this run.
