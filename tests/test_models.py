@@ -73,6 +73,15 @@ def test_half_precision_files_load_into_float32():
     assert torch.equal(net.conv1.weight, source.conv1.weight.float())
 
 
+def test_a_counter_of_shape_one_loads_into_a_scalar():
+    state = models.resnet18(classes=3).state_dict()
+    state["bn1.num_batches_tracked"] = torch.tensor([7])
+    net = models.resnet18(classes=3)
+    models.load_weights_(net, state)
+    assert net.bn1.num_batches_tracked == 7
+    assert net.bn1.num_batches_tracked.shape == ()
+
+
 class Exploit:
     def __reduce__(self):
         return os.mkdir, ("exploited",)

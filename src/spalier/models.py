@@ -183,8 +183,10 @@ def load_weights_(
     pooled, skipped, fitting = [], [], {}
     for key, tensor in source.items():
         wanted = own[key].shape
-        if tensor.shape == wanted:
-            fitting[key] = tensor
+        if (
+            tensor.shape == wanted or tensor.numel() == wanted.numel() == 1
+        ):  # some files hold (1,) for a scalar
+            fitting[key] = tensor.reshape(wanted)
         elif _is_smaller_kernel(tensor, own[key]):
             fitting[key] = F.adaptive_avg_pool2d(tensor.float(), wanted[2:])
             pooled.append(key)
