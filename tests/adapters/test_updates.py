@@ -199,6 +199,24 @@ def test_an_empty_batch(layer, shape, fused, monkeypatch):
     check_layer(copy.deepcopy(layer), torch.randn(shape), sp.SPLoRA(2))
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("shape", [(3, 2, 4), (3, 2, 5, 4)])
+def test_inputs_and_gradients_in_any_memory_order(shape, fused, monkeypatch):
+    monkeypatch.setattr(fast, "_fusing_pays", lambda pixels, weight: fused)
+    layer = nn.Linear(shape[0], 5)
+    check_layer(layer, torch.randn(shape).movedim(0, -1), sp.SPLoRA(2))
+    x = torch.randn(shape, dtype=torch.float64).movedim(0, -1)
+    sp.detach_(layer)
+    layer.double()
+    sp.attach_(layer, sp.SPLoRA(2))
+    awaken_(layer)
+    leaves = list(layer.weight_adapter.parameters())
+    got = torch.autograd.grad(layer(x).mean(), leaves)  # the gradient of a mean is one number, expanded
+    want = torch.autograd.grad(F.linear(x, layer.weight_adapter(layer.weight), layer.bias).mean(), leaves)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b)
+
+
 def test_large_activations_take_the_same_gradients(monkeypatch):
     monkeypatch.setattr(fast, "_LARGE", 0)
     layer = nn.Conv2d(6, 40, 1).to(memory_format=torch.channels_last)

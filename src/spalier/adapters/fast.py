@@ -71,7 +71,7 @@ class _Linear(torch.autograd.Function):
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> Tensor:
         if _fusing_pays(x.shape[:-1].numel(), weight):
             return F.linear(x, torch.addmm(weight, up.T, down), bias)
-        out = F.linear(x, weight, bias)
+        out = F.linear(x, weight, bias).contiguous()
         _accumulate_(_columns(out), _project(_columns(x), down), up)
         return out
 
@@ -88,7 +88,7 @@ class _Linear(torch.autograd.Function):
         if need_x and _fusing_pays(x.shape[:-1].numel(), weight):
             grad_x = grad @ torch.addmm(weight, up.T, down)
         elif need_x:
-            grad_x = grad @ weight
+            grad_x = (grad @ weight).contiguous()
             _accumulate_(_columns(grad_x), _project(_columns(grad), up), down)
         if any(need_factors):
             grad_down, grad_up = _grad_pointwise(_columns(grad), _columns(x), down, up)
@@ -107,7 +107,7 @@ class _Conv(torch.autograd.Function):
         if down.dim() > 2 or _fusing_pays(len(x) * at.outputs(x.shape[2:]).numel(), weight):
             return at.convolve(x, _fused(weight, down, up), bias)
         out = at.convolve(x, weight, bias)
-        _accumulate_(out.flatten(2), _project(at.centre_tap(x).flatten(2), down), up)
+        _accumulate_(_positions(out), _project(at.centre_tap(x).flatten(2), down), up)
         return out
 
     @staticmethod
@@ -150,7 +150,7 @@ def _grad_input(grad: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tenso
     if many or down.dim() > 2 or not at.is_aligned():
         return at.backward(grad, x, _fused(weight, down, up), of="input")
     grad_x = at.backward(grad, x, weight, of="input")
-    _accumulate_(grad_x.flatten(2), _project(grad.flatten(2), up), down)
+    _accumulate_(_positions(grad_x), _project(grad.flatten(2), up), down)
     return grad_x
 
 
@@ -197,4 +197,9 @@ def _accumulate_(out: Tensor, thin: Tensor, factor: Tensor) -> None:
 
 def _columns(x: Tensor) -> Tensor:
     """(batch, ..., channels) as (batch, channels, positions), a view where x is contiguous."""
-    return (x.flatten(1, -2) if x.dim() > 2 else x.view(1, -1, x.shape[-1])).mT
+    return (x.flatten(1, -2) if x.dim() > 2 else x.view(1, x.shape[:-1].numel(), x.shape[-1])).mT
+
+
+def _positions(x: Tensor) -> Tensor:
+    """(batch, channels, ...) as (batch, channels, positions): always a view, to be written to."""
+    return x.view(*x.shape[:2], x.shape[2:].numel())
