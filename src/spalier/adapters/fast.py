@@ -147,10 +147,16 @@ def _fused(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
 
 def _grad_input(grad: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, at: Window) -> Tensor:
     many = _fusing_pays(len(grad) * grad.shape[2:].numel(), weight)
-    if many or down.dim() > 2 or not at.is_aligned():
+    if many or down.dim() > 2 or at.centre_view(x) is None:
         return at.backward(grad, x, _fused(weight, down, up), of="input")
     grad_x = at.backward(grad, x, weight, of="input")
-    _accumulate_(_positions(grad_x), _project(grad.flatten(2), up), down)
+    thin = _project(grad.flatten(2), up)
+    if at.is_aligned():
+        _accumulate_(_positions(grad_x), thin, down)
+    else:
+        met = at.centre_view(grad_x)
+        assert met is not None  # as it was for x, of the same shape
+        met += torch.bmm(thin.mT, down.expand(len(thin), -1, -1)).mT.reshape(met.shape)
     return grad_x
 
 

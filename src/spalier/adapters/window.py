@@ -36,19 +36,28 @@ class Window(NamedTuple):
         """The inputs that the centre tap meets, one per output position; zero where it meets padding."""
         if self.is_aligned():
             return x
+        index, pads = self._centre(x.shape[2:])
+        met = (F.pad(x, pads) if any(pads) else x)[index]
+        if x.stride(1) == 1:  # what a stride leaves is copied later: keep the channels last
+            return met.movedim(1, -1).contiguous().movedim(-1, 1)
+        return met
+
+    def centre_view(self, x: Tensor) -> Tensor | None:
+        """The same as a view of x, to be written to; None where the centre tap meets padding."""
+        index, pads = self._centre(x.shape[2:])
+        return None if any(pads) else x[index]
+
+    def _centre(self, sizes: torch.Size) -> tuple[tuple[slice, ...], list[int]]:
+        """Where the centre tap meets inputs of these sizes, and the padding that it needs."""
         pads: list[int] = []
         index = [slice(None), slice(None)]
-        sizes = x.shape[2:]
         for size, out, k, s, p, d in zip(sizes, self.outputs(sizes), *self, strict=True):
             first = (k // 2) * d - p
             last = first + (out - 1) * s
             before, after = max(0, -first), max(0, last - size + 1)
             pads = [before, after, *pads]  # F.pad counts axes from the last
             index.append(slice(first + before, last + before + 1, s))
-        met = (F.pad(x, pads) if any(pads) else x)[tuple(index)]
-        if x.stride(1) == 1:  # what a stride leaves is copied later: keep the channels last
-            return met.movedim(1, -1).contiguous().movedim(-1, 1)
-        return met
+        return tuple(index), pads
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The convolution itself, in one group."""
