@@ -13,12 +13,11 @@ from spalier.adapters.attachment import (
     attachment_of,
     copies_of,
     is_marked,
-    uninitialised,
 )
 from spalier.adapters.config import Adapter, Fit
 from spalier.adapters.finetune import FineTune
-from spalier.adapters.forward import adapted_reads, adapter_name, updates
-from spalier.adapters.layers import Geometry, is_finite, is_norm
+from spalier.adapters.forward import adapted_reads, adapter_name
+from spalier.adapters.layers import Geometry, is_finite, is_norm, is_uninitialised
 from spalier.adapters.readers import read_layers
 from spalier.adapters.selection import Names, Targets, select_adaptable, select_named
 from spalier.adapters.summary import Row, Summary
@@ -174,8 +173,6 @@ def _fit(
 
 
 def _check_free(name: str, layer: nn.Module, weights: Iterable[str]) -> None:
-    if updates(layer):
-        raise AttachmentError(f"{name} carries an adapter already; detach_ its network first")
     taken = [adapter_name(weight) for weight in weights if hasattr(layer, adapter_name(weight))]
     if taken:
         raise AttachmentError(f"{name} has an attribute {taken[0]} of its own, where its adapter would sit")
@@ -277,7 +274,7 @@ def _check_arguments(net: object, adapter: object, targets: object, norms: objec
         raise AttachmentError(
             "the network, or one that it shares modules with, is adapted already; call detach_ on that first"
         )
-    if uninitialised(net):
+    if is_uninitialised(net):
         raise UnsupportedLayerError(
             "the network has a lazy layer without a shape yet; run one batch through it first"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from spalier.adapters.forward import adapter_name, divert_, undivert_
@@ -174,9 +173,3 @@ def _learned_copy(tensor: Tensor) -> Tensor:
 def is_marked(module: nn.Module) -> bool:
     """True for a module of an adapted network."""
     return isinstance(module.__dict__.get(MARK), Attachment)
-
-
-def uninitialised(net: nn.Module) -> bool:
-    """True where a lazy layer has not seen a batch yet."""
-    lazy = (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)
-    return any(isinstance(t, lazy) for t in (*net.parameters(), *net.buffers()))

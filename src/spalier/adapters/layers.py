@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from spalier.errors import UnsupportedLayerError
 
@@ -164,15 +164,17 @@ def _check_parameter(module: nn.Module, name: str) -> None:
             "make it permanent first (torch.nn.utils.parametrize.remove_parametrizations), "
             "or leave the layer out with targets="
         )
-    if isinstance(weight, UninitializedParameter):
-        raise UnsupportedLayerError(
-            f"its {name} has no shape yet (a lazy layer); run one batch through the network first"
-        )
     if not weight.is_floating_point() or weight.dtype.itemsize < 2:
         raise UnsupportedLayerError(
             f"its {name} is {weight.dtype}, expected float32, float64, float16 or bfloat16; "
             "dequantise it, or leave the layer out with targets="
         )
+
+
+def is_uninitialised(net: nn.Module) -> bool:
+    """True where a lazy layer has not seen a batch yet."""
+    lazy = (UninitializedParameter, UninitializedBuffer)
+    return any(isinstance(tensor, lazy) for tensor in (*net.parameters(), *net.buffers()))
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -3,8 +3,8 @@
 `nn.MultiheadAttention` does so with its ``out_proj``, torchvision's Swin attention with ``qkv`` and ``proj``. An
 adapter that sits on such a layer would be passed by in silence. What a module reads shows in the source of its
 ``forward`` and of the methods that this calls: ``self.proj.weight`` and the like. A weight that is fetched in another
-way (by index, by ``getattr``, by a function outside of the class) does not show; comparing ``fuse(net)`` with
-``net`` on a batch tells.
+way (by index, by ``getattr``, by a function outside of the class) does not show, nor does anything of a class that
+Python has no source of; comparing ``fuse(net)`` with ``net`` on a batch tells.
 """
 
 from __future__ import annotations
