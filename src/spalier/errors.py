@@ -72,3 +72,21 @@ class ExampleError(SpalierError):
     """An example input does not run through the network, or says nothing about a sample."""
 
     code = "example"
+
+
+class TraceError(SpalierError):
+    """A network cannot be captured, or nothing is known of how its channels hang together."""
+
+    code = "trace"
+
+
+class PlanError(SpalierError):
+    """A plan does not fit the network, or asks for what cannot be."""
+
+    code = "plan"
+
+
+class PruneError(SpalierError):
+    """The network would no longer compute what the masked one computes; nothing was changed."""
+
+    code = "prune"

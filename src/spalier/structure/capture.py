@@ -1,0 +1,120 @@
+"""Capture a network's graph with `torch.export`, as it computes in eval mode and without its adapters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import Node
+from torch.utils._pytree import tree_map_only
+
+from spalier.adapters.forward import is_diverted
+from spalier.adapters.layers import is_uninitialised
+from spalier.errors import ConfigError, ExampleError, TraceError
+
+
+def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example as positional and keyword arguments: a tensor, a tuple or list of arguments, or a dict of them."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, tuple | list):
+        return tuple(example), {}
+    if isinstance(example, Tensor):
+        return (example,), {}
+    raise ExampleError(
+        f"the example is a {type(example).__name__}; expected a tensor, a tuple of arguments or a dict of keyword arguments"
+    )
+
+
+def capture(net: nn.Module, example: Any) -> ExportedProgram:
+    """The graph of one forward in eval mode; the network is left as it was."""
+    if not isinstance(net, nn.Module):
+        raise ConfigError(f"net is a {type(net).__name__}, expected a torch.nn.Module")
+    if is_uninitialised(net):
+        raise TraceError("the network has a lazy layer without a shape yet; run one batch through it first")
+    args, kwargs = arguments(on_device_of(net, example))
+    with as_base(net), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return torch.export.export(net, args, kwargs, strict=False)
+        except Exception as error:
+            raise _refusal(net, args, kwargs, error) from error
+
+
+def on_device_of(net: nn.Module, example: Any) -> Any:
+    """The example where the network is: on the meta device there is nothing to compute with."""
+    first = next(net.parameters(), None)
+    if first is None or not first.is_meta:
+        return example
+    return tree_map_only(Tensor, lambda t: t.to("meta"), example)
+
+
+def _refusal(net: nn.Module, args: Any, kwargs: Any, error: Exception) -> Exception:
+    """The network does not run on the example, or it runs and cannot be captured."""
+    try:
+        with torch.no_grad():
+            net(*args, **kwargs)
+    except Exception as inner:
+        return ExampleError(
+            f"the network does not run on the example: {_first_line(inner)}; expected an input that "
+            "net(example) takes, or a tuple or dict of them"
+        )
+    return TraceError(
+        f"torch.export cannot capture this network: {_first_line(error)}; control flow or shapes that depend on "
+        "values have to go, or trace the part that can be captured"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextmanager
+def as_base(net: nn.Module) -> Iterator[None]:
+    """The network in eval mode and without its adapters, for a while."""
+    training = [m for m in net.modules() if m.training]
+    diverted = [(m, m.__dict__.pop("forward")) for m in net.modules() if is_diverted(m)]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        for module, forward in diverted:
+            module.__dict__["forward"] = forward
+
+
+def operation(node: Node) -> str:
+    """The name of a node's operation, in place or not.
+
+    >>> class Fake: target = torch.ops.aten.relu_.default
+    >>> operation(Fake)
+    'relu'
+    """
+    packet = getattr(node.target, "overloadpacket", None)
+    name = getattr(packet or node.target, "__name__", str(node.target))
+    return name if name.startswith("__") else name.rstrip("_")
+
+
+def module_of(node: Node) -> str:
+    """The path of the innermost module whose forward calls this operation."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return next(reversed([path for path, _ in stack.values()]), "") if stack else ""
+
+
+def source(node: Node) -> str:
+    """The operation, and the line of the network's own code that it comes from."""
+    lines = (node.meta.get("stack_trace") or "").splitlines()
+    frames = [line.strip() for line in lines if line.strip().startswith("File ")]
+    own = [f for f in frames if "/torch/nn/" not in f] or frames
+    if not own:
+        return operation(node)
+    file, line, *_ = own[-1].removeprefix("File ").split(", ")
+    name = file.strip('"').replace("\\", "/").rsplit("/", 1)[-1]
+    return f"{operation(node)} at {name}:{line.removeprefix('line ')}"

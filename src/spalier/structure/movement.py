@@ -1,0 +1,273 @@
+"""Rules for operations that move data: they run on the labels themselves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+from spalier.structure.labels import NONE, Ints
+from spalier.structure.values import Value
+from spalier.structure.walk import Result, Walk, rule, shape_of, sources, unknown
+
+
+@rule(
+    *("alias clone contiguous detach dropout feature_dropout alpha_dropout lift_fresh_copy to type_as").split(),
+    *("_to_copy fill zero").split(),
+)
+def same(walk: Walk, node: Node) -> Result:
+    """Nothing moves."""
+    value = walk.value(node.args[0])
+    return Value(value.shape, value.fields, value.sources)
+
+
+@rule("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "reshape_as", "view_as", "_unsafe_view")
+def reshape(walk: Walk, node: Node) -> Result:
+    """The same entries in the same order."""
+    value, shape = walk.value(node.args[0]), shape_of(node)
+    kept = {axis: _new_place(value.shape, axis, shape) for axis in value.fields}
+    split = Value(value.shape, {a: f for a, f in value.fields.items() if kept[a] is None}, value.sources)
+    out = walk.moved(split, lambda field: field.reshape(shape), shape, walk.where(node))
+    for axis, place in kept.items():
+        if place is not None:
+            out.fields[place] = value.fields[axis] + out.fields.get(place, [])
+    return out
+
+
+def _new_place(old: tuple[int, ...], axis: int, new: tuple[int, ...]) -> int | None:
+    """Where an axis is after a reshape that leaves it whole."""
+    before = math.prod(old[:axis])
+    for place, size in enumerate(new):
+        if before == 1 and size == old[axis]:
+            return place
+        if before % size:
+            return None
+        before //= size
+    return None
+
+
+@rule("permute", "transpose", "mT", "t", "swapaxes", "movedim", "flip", "repeat", "repeat_interleave", "expand", "expand_as")
+def run_itself(walk: Walk, node: Node) -> Result:
+    """Whatever the operation does, it does the same to labels."""
+    shape = shape_of(node)
+    function: Any = node.target
+
+    def move(field: Tensor) -> Tensor:
+        moved: Tensor = function(field, *(_stand_in(a) for a in node.args[1:]), **node.kwargs)
+        return moved
+
+    return walk.moved(walk.value(node.args[0]), move, shape, walk.where(node))
+
+
+def _stand_in(argument: Any) -> Any:
+    """A tensor argument that only gives its shape."""
+    return torch.empty(shape_of(argument), device="meta") if isinstance(argument, Node) else argument
+
+
+@rule("channel_shuffle")
+def channel_shuffle(walk: Walk, node: Node) -> Result:
+    """Seen as (groups, channels), transposed."""
+    value, groups = walk.value(node.args[0]), node.args[1]
+    rows, columns = walk.split(value.on(1), (groups, value.shape[1] // groups), walk.where(node))  # type: ignore[operator,arg-type]
+    fields = dict(value.fields)
+    per_group = value.shape[1] // groups  # type: ignore[operator]
+    fields[1] = [np.tile(r, per_group) for r in rows] + [np.repeat(c, groups) for c in columns]  # type: ignore[call-overload]
+    return Value(value.shape, fields, value.sources)
+
+
+@rule("pixel_shuffle", "pixel_unshuffle", "native_channel_shuffle")
+def pixels(walk: Walk, node: Node) -> Result:
+    """Channels become pixels, or the other way round; pixels stay."""
+    value, factor = walk.value(node.args[0]), int(node.args[1])  # type: ignore[call-overload]
+    channel = len(value.shape) - 3
+    walk.freeze_all(value, (channel + 1, channel + 2))
+    out = Value(shape_of(node), {a: f for a, f in value.fields.items() if a < channel}, value.sources)
+    area = factor * factor
+    if node.target is torch.ops.aten.pixel_unshuffle.default:
+        out.fields[channel] = [np.repeat(f, area) for f in value.on(channel)]
+    else:
+        kept, gone = walk.split(value.on(channel), (value.shape[channel] // area, area))
+        walk.freeze(gone)
+        out.fields[channel] = kept
+    return out
+
+
+@rule("cat", "concat", "concatenate")
+def concatenate(walk: Walk, node: Node) -> Result:
+    """Along the axis labels stand side by side; along the others they are the same in every part."""
+    parts = [walk.value(n) for n in node.args[0] if len(shape_of(n)) > 1 or math.prod(shape_of(n))]  # type: ignore[union-attr]
+    axis = _argument(node, 1, "dim", 0) % len(shape_of(node))
+    out = Value(shape_of(node), {}, sources(parts))
+    most = max(len(part.on(axis)) for part in parts)
+    for index in range(most):
+        out.fields.setdefault(axis, []).append(
+            np.concatenate([(p.on(axis) + [_none(p.shape[axis])] * most)[index] for p in parts])
+        )
+    _meet_others(walk, parts, out, skip=axis)
+    return out
+
+
+@rule("stack")
+def stack(walk: Walk, node: Node) -> Result:
+    """A new axis without labels; along the others labels are the same in every part."""
+    parts = [walk.value(n) for n in node.args[0]]  # type: ignore[union-attr]
+    axis = _argument(node, 1, "dim", 0) % len(shape_of(node))
+    merged = Value(parts[0].shape, {}, sources(parts))
+    _meet_others(walk, parts, merged)
+    fields = {a + (a >= axis): f for a, f in merged.fields.items()}
+    return Value(shape_of(node), fields, merged.sources)
+
+
+def _meet_others(walk: Walk, parts: list[Value], out: Value, skip: int | None = None) -> None:
+    for axis in range(len(parts[0].shape)):
+        if axis != skip and any(part.on(axis) for part in parts):
+            out.fields[axis] = walk.meet([part.on(axis) for part in parts])
+
+
+def _none(size: int) -> Ints:
+    return np.full(size, NONE)
+
+
+def _argument(node: Node, index: int, name: str, default: Any) -> Any:
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+@rule("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split")
+def split(walk: Walk, node: Node) -> Result:
+    """Equal parts are rows of a rectangle, which loses whole columns only; unequal ones must stay."""
+    value = walk.value(node.args[0])
+    axis = _argument(node, 2, "dim", 0) % len(value.shape)
+    shapes = [tuple(part.shape) for part in node.meta["val"]]
+    others = {a: f for a, f in value.fields.items() if a != axis}
+    columns: list[Ints] = []
+    if len({shape[axis] for shape in shapes}) == 1:
+        rows, columns = walk.split(value.on(axis), (len(shapes), shapes[0][axis])) if value.on(axis) else ([], [])
+        walk.freeze(rows)
+    else:
+        walk.freeze(value.on(axis))
+    return [Value(shape, {**others, axis: columns}, value.sources) for shape in shapes]
+
+
+@rule("slice")
+def slice_(walk: Walk, node: Node) -> Result:
+    """One of several equal parts, or every n-th entry; anything else must stay."""
+    value, shape = walk.value(node.args[0]), shape_of(node)
+    axis = _argument(node, 1, "dim", 0) % len(value.shape)
+    size, taken = value.shape[axis], shape[axis]
+    fields = dict(value.fields)
+    if size != taken and value.on(axis):
+        start = _argument(node, 2, "start", 0) or 0
+        start, step = start + size * (start < 0), _argument(node, 4, "step", 1)
+        fields[axis] = _part(walk, value.on(axis), size, taken, start, step)
+    return Value(shape, fields, value.sources)
+
+
+def _part(walk: Walk, fields: list[Ints], size: int, taken: int, start: int, step: int) -> list[Ints]:
+    if step == 1 and taken > 1 and size % taken == 0 and start % taken == 0:
+        rows, columns = walk.split(fields, (size // taken, taken))
+        walk.freeze(rows)
+        return columns
+    if step > 1 and taken > 1 and size % step == 0 and taken == size // step:
+        rows, columns = walk.split(fields, (taken, step))
+        walk.freeze(columns)
+        return rows
+    walk.freeze(fields)
+    return []
+
+
+@rule("select")
+def select(walk: Walk, node: Node) -> Result:
+    """Picked by its number, so all must stay."""
+    value = walk.value(node.args[0])
+    axis = _argument(node, 1, "dim", 0) % len(value.shape)
+    return _without(walk, value, axis, shape_of(node))
+
+
+@rule("unbind")
+def unbind(walk: Walk, node: Node) -> Result:
+    """Taken apart by number, so all must stay."""
+    value = walk.value(node.args[0])
+    axis = _argument(node, 1, "dim", 0) % len(value.shape)
+    return [_without(walk, value, axis, tuple(part.shape)) for part in node.meta["val"]]
+
+
+def _without(walk: Walk, value: Value, axis: int, shape: tuple[int, ...]) -> Value:
+    walk.freeze(value.on(axis))
+    return Value(shape, {a - (a > axis): f for a, f in value.fields.items() if a != axis}, value.sources)
+
+
+@rule("getitem")
+def getitem(walk: Walk, node: Node) -> Result:
+    """One of several results."""
+    parts, index = walk.parts(node.args[0]), node.args[1]
+    return parts[index] if isinstance(index, int) and index < len(parts) else walk.plain(node)
+
+
+@rule("index")
+def index(walk: Walk, node: Node) -> Result:
+    """Axes that are indexed by tensors must stay; the others go on where all indices stand together."""
+    value, indices = walk.value(node.args[0]), list(node.args[1])  # type: ignore[arg-type]
+    indexed = [axis for axis, each in enumerate(indices) if each is not None]
+    for each in node.all_input_nodes[1:]:
+        walk.freeze_all(walk.value(each))
+    if indexed != list(range(indexed[0], indexed[-1] + 1)):
+        return unknown(walk, node)
+    walk.freeze_all(value, indexed)
+    shape = shape_of(node)
+    shift = len(shape) - len(value.shape)
+    fields = {a + (shift if a > indexed[-1] else 0): f for a, f in value.fields.items() if a not in indexed}
+    return Value(shape, fields, sources(walk.operands(node)))
+
+
+@rule("index_select")
+def index_select(walk: Walk, node: Node) -> Result:
+    """The indexed axis must stay."""
+    value, axis = walk.value(node.args[0]), int(node.args[1])  # type: ignore[call-overload]
+    walk.freeze_all(value, (axis,))
+    walk.freeze_all(walk.value(node.args[2]))
+    kept = {a: f for a, f in value.fields.items() if a != axis % len(value.shape)}
+    return Value(shape_of(node), kept, value.sources)
+
+
+@rule("pad", "constant_pad_nd")
+def pad(walk: Walk, node: Node) -> Result:
+    """Padding has no labels; what is padded with copies of itself must stay."""
+    value, widths = walk.value(node.args[0]), list(node.args[1])  # type: ignore[arg-type]
+    constant = _argument(node, 2, "mode", "constant") == "constant" or "constant_pad" in str(node.target)
+    fields = dict(value.fields)
+    for index, axis in enumerate(range(len(value.shape) - 1, len(value.shape) - 1 - len(widths) // 2, -1)):
+        before, after = widths[2 * index], widths[2 * index + 1]
+        if (before or after) and value.on(axis):
+            if not constant:
+                walk.freeze(value.on(axis))
+                del fields[axis]
+                continue
+            fields[axis] = [
+                F.pad(torch.from_numpy(f), (before, after), value=NONE).numpy() for f in value.on(axis)
+            ]
+    return Value(shape_of(node), fields, value.sources)
+
+
+@rule("roll")
+def roll(walk: Walk, node: Node) -> Result:
+    """By a fixed number of places, so a labelled axis must stay."""
+    value = walk.value(node.args[0])
+    axes = _argument(node, 2, "dims", list(range(len(value.shape)))) or range(len(value.shape))
+    walk.freeze_all(value, axes)
+    return Value(value.shape, value.fields, value.sources)
+
+
+@rule("im2col")
+def im2col(walk: Walk, node: Node) -> Result:
+    """Each channel becomes a run of taps."""
+    value, shape = walk.value(node.args[0]), shape_of(node)
+    channel = len(shape) - 2
+    walk.freeze_all(value, (channel + 1, channel + 2))
+    fields = {a: f for a, f in value.fields.items() if a < channel}
+    fields[channel] = [np.repeat(f, shape[channel] // len(f)) for f in value.on(channel)]
+    return Value(shape, fields, value.sources)
