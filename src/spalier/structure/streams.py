@@ -77,12 +77,46 @@ class _Occurrences:
     index: Ints
 
 
-def assemble(labels: Labels, resolved: Resolved, roles: Sequence[Role]) -> tuple[list[Stream], list[Frozen]]:
+Placed = tuple[tuple[int, Ints], ...]
+"""For each stream on an axis, its number and the unit at each index."""
+
+
+@dataclass(frozen=True)
+class Assembly:
     """Streams in the order of the parameters, and what is frozen."""
+
+    streams: list[Stream]
+    frozen: list[Frozen]
+    resolved: Resolved
+    units: dict[int, tuple[int, int]]
+    """For each atom, its stream and unit."""
+
+    def placed(self, fields: Sequence[Ints]) -> Placed:
+        """The units along an axis that has these fields."""
+        arrays: dict[int, Ints] = {}
+        for labels in fields:
+            for index in np.flatnonzero(labels != NONE):
+                for atom in self.resolved.atoms(labels[index : index + 1])[0]:
+                    if atom in self.units:
+                        stream, unit = self.units[atom]
+                        arrays.setdefault(stream, np.full(len(labels), NONE))[index] = unit
+        return tuple(sorted(arrays.items(), key=lambda item: item[0]))
+
+
+def present(placed: Placed, size: int, keep: Sequence[npt.NDArray[np.bool_]]) -> npt.NDArray[np.bool_]:
+    """Which indices of an axis are left where these units of each stream are kept."""
+    left = np.ones(size, bool)
+    for stream, units in placed:
+        left &= (units == NONE) | keep[stream][units]
+    return left
+
+
+def assemble(labels: Labels, resolved: Resolved, roles: Sequence[Role]) -> Assembly:
+    """Make streams of all that is known."""
     found = _occurrences(labels, resolved)
     kinds = _kinds(labels, resolved, roles)
-    streams, refused = _streams(labels.axes, found, kinds)
-    return streams, _frozen(labels.axes, resolved, found, refused)
+    streams, refused, units = _streams(labels.axes, found, kinds)
+    return Assembly(streams, _frozen(labels.axes, resolved, found, refused), resolved, units)
 
 
 def _occurrences(labels: Labels, resolved: Resolved) -> _Occurrences:
@@ -127,10 +161,11 @@ def _kinds(labels: Labels, resolved: Resolved, roles: Sequence[Role]) -> dict[in
 
 def _streams(
     axes: list[LabelledAxis], found: _Occurrences, kinds: dict[int, Kind]
-) -> tuple[list[Stream], dict[int, str]]:
+) -> tuple[list[Stream], dict[int, str], dict[int, tuple[int, int]]]:
     """Atoms that lie on the same axes, equally often, are the units of one stream."""
     streams: list[Stream] = []
     refused: dict[int, str] = {}
+    place: dict[int, tuple[int, int]] = {}
     names: dict[str, int] = defaultdict(int)
     for atoms in _groups(found):
         chosen = np.isin(found.atom, atoms)
@@ -140,12 +175,13 @@ def _streams(
         if reason:
             refused |= dict.fromkeys(map(int, atoms), reason)
             continue
+        place |= {int(atom): (len(streams), number) for number, atom in enumerate(atoms)}
         first = next((m for m in members if m.role == "writer"), members[0])
         name = first.tensor.rpartition(".")[0] or first.tensor
         names[name] += 1
         suffix = f"#{names[name]}" if names[name] > 1 else ""
         streams.append(Stream(name + suffix, len(atoms), tuple(members)))
-    return streams, refused
+    return streams, refused, place
 
 
 def _refusal(members: list[Member], units: int) -> str:

@@ -1,88 +1,101 @@
-"""`trace`: find what can be pruned in a network, and say what cannot, and why."""
+"""The structure of a network: its streams, what is frozen and why, and what its code holds of their sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+import numpy as np
+import numpy.typing as npt
 from torch.export import ExportedProgram
 
 from spalier._table import table
-from spalier.adapters.selection import Names, select_named
-from spalier.adapters.updates import Update
-from spalier.structure import arithmetic, movement  # noqa: F401  (their rules register themselves)
-from spalier.structure.capture import capture
-from spalier.structure.labels import Labels
-from spalier.structure.streams import Frozen, Stream, assemble
-from spalier.structure.values import Value
-from spalier.structure.walk import Findings, Walk
+from spalier.structure.streams import Assembly, Frozen, Placed, Stream, present
+from spalier.structure.walk import Findings
+from spalier.structure.writers import FreeWriter
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Extent:
+    """Sizes that a module's own code uses: of a view such as (heads, head size), or of what a norm averages."""
+
+    module: str
+    sizes: tuple[int, ...]
+    placed: tuple[Placed, ...]
+
+    def left(self, keep: Sequence[Mask]) -> tuple[int, ...]:
+        """The sizes that are left."""
+        pairs = zip(self.placed, self.sizes, strict=True)
+        return tuple(int(present(placed, size, keep).sum()) for placed, size in pairs)
+
+
+@dataclass(eq=False)
+class Captured:
+    """The graph that a structure was read from; not saved with it."""
+
+    program: ExportedProgram
+    example: Any
+    found: Findings
+    assembly: Assembly
 
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """The streams of a network, and what is frozen."""
+    """What can be pruned in a network, and what cannot, and why. Print it."""
 
+    fingerprint: str
+    shapes: dict[str, tuple[int, ...]]
+    """The shape of every parameter and buffer."""
+    names: dict[str, str]
+    """For each name of a tensor, the first name that it goes by: tied tensors have several."""
     streams: tuple[Stream, ...]
     frozen: tuple[Frozen, ...]
-    shapes: dict[str, tuple[int, ...]]
-    aliases: dict[str, str]
+    writers: tuple[FreeWriter, ...]
+    """The layers that may keep channels of their own with ``writers="free"``."""
+    extents: tuple[Extent, ...]
+    captured: Captured | None = field(default=None, repr=False)
+
+    @property
+    def units(self) -> int:
+        """How many units there are in all streams."""
+        return sum(stream.size for stream in self.streams)
+
+    def __getitem__(self, name: str) -> Stream:
+        return self.streams[self.index[name]]
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """The number of each stream, by its name."""
+        return {stream.name: number for number, stream in enumerate(self.streams)}
+
+    @cached_property
+    def axes(self) -> dict[tuple[str, int], Placed]:
+        """The streams on each axis of each tensor."""
+        found: dict[tuple[str, int], list[tuple[int, Any]]] = {}
+        for number, stream in enumerate(self.streams):
+            for member in stream.members:
+                found.setdefault((member.tensor, member.axis), []).append((number, member.units))
+        return {place: tuple(on) for place, on in found.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "captured": None}
+
+    def __str__(self) -> str:
+        rows = [
+            [s.name, f"{s.size:,}", _short(s.writers), _short(s.readers), str(len(s.riders))]
+            for s in self.streams
+        ]
+        text = table(["stream", "units", "writers", "readers", "riders"], rows) if rows else "no streams"
+        frozen = [[f"{f.tensor}[{f.axis}]", f"{f.count:,} of {f.size:,}", f.reason] for f in self.frozen]
+        if frozen:
+            text += "\n\n" + table(["frozen", "indices", "why"], frozen)
+        return f"{text}\n{self.units:,} units in {len(self.streams)} streams"
 
 
-@dataclass(eq=False)
-class Traced:
-    program: ExportedProgram
-    labels: Labels
-    found: Findings
-
-
-def trace(net: nn.Module, example: Any, *, freeze: str | Sequence[str] | None = None) -> Structure:
-    program = capture(net, example)
-    labels = Labels()
-    walk = Walk(labels)
-    tensors = _tensors(net)
-    canonical = canonical_names(tensors)
-    values: dict[str, Value] = {}
-    inputs: dict[str, Value] = {}
-    signature = program.graph_signature
-    owners = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    used = {canonical[owners[n.name]] for n in program.graph.nodes if n.op == "placeholder" and n.users and n.name in owners}
-    for placeholder, name in owners.items():
-        name = canonical[name]
-        if name not in values:
-            values[name] = _labelled(labels, name, tuple(tensors[name].shape))
-            if name not in used:
-                walk.reason = "not used on this example"
-                walk.freeze_all(values[name])
-        inputs[placeholder] = values[name]
-    for placeholder in signature.inputs_to_lifted_tensor_constants:
-        node = next(n for n in program.graph.nodes if n.name == placeholder)
-        inputs[placeholder] = Value(tuple(node.meta["val"].shape), {}, frozenset())
-    walk.run(program.graph_module, inputs)
-    resolved = labels.resolved()
-    streams, frozen = assemble(labels, resolved, walk.found.roles)
-    return Structure(tuple(streams), tuple(frozen), {n: tuple(t.shape) for n, t in tensors.items()}, canonical)
-
-
-def _labelled(labels, name, shape):
-    fields = {a: [labels.new(n, name, a)] for a, n in enumerate(shape) if n > 1}
-    return Value(shape, fields, frozenset({name}))
-
-
-def _tensors(net: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer under all its names, those of adapters left out."""
-    found: dict[str, Tensor] = {}
-    for path, module in net.named_modules(remove_duplicate=False):
-        if not isinstance(module, Update):
-            prefix = f"{path}." if path else ""
-            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
-                    found[prefix + key] = tensor
-    return found
-
-
-def canonical_names(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """For each name of a tensor, the first name that it goes by."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+def _short(names: Sequence[str]) -> str:
+    layers = list(dict.fromkeys(name.removesuffix(".weight") for name in names))
+    return ", ".join(layers[:2]) + (f" and {len(layers) - 2} more" if len(layers) > 2 else "") or "-"

@@ -48,7 +48,8 @@ class Meeting:
         self.labels = labels
         self.reason = ""
         """What is being looked at: the operation and its line."""
-        self._splits: dict[tuple[str, tuple[int, ...]], list[Ints]] = {}
+        self.splits: dict[tuple[str, tuple[int, ...]], list[Ints]] = {}
+        """How a module's code splits axes: its path, the sizes, and the labels along each."""
 
     def meet(self, sides: Sequence[list[Ints] | None]) -> list[Ints]:
         """Axes that run in parallel: their labels are one. None is an axis without any, where all others must stay."""
@@ -95,7 +96,7 @@ class Meeting:
         for axis in list(value.fields) if axes is None else [a % len(value.shape) for a in axes]:
             self.freeze(value.on(axis))
 
-    def split(self, fields: list[Ints], sizes: tuple[int, ...], where: str = "") -> list[list[Ints]]:
+    def split(self, fields: list[Ints], sizes: tuple[int, ...], where: str | None = None) -> list[list[Ints]]:
         """Each field seen as an array of these sizes; fields for each of its axes."""
         parts: list[list[Ints]] = [[] for _ in sizes]
         for each in fields:
@@ -103,7 +104,7 @@ class Meeting:
                 parts[axis].append(found)
         return parts
 
-    def moved(self, value: Value, move: Callable[[Tensor], Tensor], shape: Sequence[int], where: str) -> Value:
+    def moved(self, value: Value, move: Callable[[Tensor], Tensor], shape: Sequence[int], where: str | None) -> Value:
         """Run a data movement on the fields themselves."""
         out = Value(tuple(shape), {}, value.sources)
         for axis, each in value.all():
@@ -113,7 +114,7 @@ class Meeting:
                 out.fields.setdefault(new, []).append(found)
         return out
 
-    def _straight(self, array: Tensor, where: str) -> list[tuple[int, Ints]]:
+    def _straight(self, array: Tensor, where: str | None) -> list[tuple[int, Ints]]:
         """Fields along one axis each that say the same as an array of labels."""
         narrow, axes = _narrowed(array)
         if not axes:  # one channel of many, picked or spread
@@ -128,10 +129,10 @@ class Meeting:
         self._couple(where, sizes, factors)
         return list(zip(axes, factors, strict=True))
 
-    def _couple(self, where: str, sizes: tuple[int, ...], factors: list[Ints]) -> None:
+    def _couple(self, where: str | None, sizes: tuple[int, ...], factors: list[Ints]) -> None:
         """One module splits all its tensors by the same attributes: query, key and value have one head size."""
-        if where:
-            known = self._splits.setdefault((where, sizes), factors)
+        if where is not None:
+            known = self.splits.setdefault((where, sizes), factors)
             for a, b in zip(known, factors, strict=True):
                 if a is not b:
                     self.labels.pair(a, b, self.reason)

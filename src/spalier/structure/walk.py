@@ -125,7 +125,7 @@ class Walk(Meeting):
 
     def where(self, node: Node) -> str:
         """The module whose attributes an operation is written with."""
-        return f"{module_of(node)}:"
+        return module_of(node)
 
     def role(self, value: Value, fields: list[Ints], role: str) -> None:
         """Remember what a parameter is to the channels that it meets."""

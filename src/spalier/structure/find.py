@@ -1,0 +1,131 @@
+"""Find a network's structure on its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from spalier.adapters.selection import Names, select_named
+from spalier.adapters.updates import Update
+from spalier.structure import arithmetic, movement  # noqa: F401  (importing them registers their rules)
+from spalier.structure.capture import capture, module_of
+from spalier.structure.fingerprint import fingerprint
+from spalier.structure.labels import Labels
+from spalier.structure.streams import Assembly, assemble
+from spalier.structure.structure import Captured, Extent, Structure
+from spalier.structure.values import Value
+from spalier.structure.walk import Walk
+from spalier.structure.writers import free_writers
+
+Freeze = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
+
+
+def find(net: nn.Module, example: Any, freeze: Freeze = None, frozen: dict[str, str] | None = None) -> Structure:
+    """The structure of a network; ``frozen`` names tensors that must stay, and why."""
+    program = capture(net, example)
+    tensors = tensors_of(net)
+    names = first_names(tensors)
+    walk = Walk(Labels())
+    inputs = _inputs(walk, program, tensors, names)
+    _freeze_chosen(walk, net, freeze, inputs)
+    walk.run(program.graph_module, inputs)
+    return structure_of(net, program, example, walk, names, {n: tuple(t.shape) for n, t in tensors.items()})
+
+
+def structure_of(
+    net: nn.Module,
+    program: ExportedProgram,
+    example: Any,
+    walk: Walk,
+    names: dict[str, str],
+    shapes: dict[str, tuple[int, ...]],
+) -> Structure:
+    """Make streams of what a walk has recorded."""
+    assembly = assemble(walk.labels, walk.labels.resolved(), walk.found.roles)
+    return Structure(
+        fingerprint(net, example),
+        shapes,
+        names,
+        tuple(assembly.streams),
+        tuple(assembly.frozen),
+        tuple(free_writers(net, program, walk.found, assembly, names)),
+        tuple(_extents(walk, assembly)),
+        Captured(program, example, walk.found, assembly),
+    )
+
+
+def tensors_of(net: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer under all its names, those of adapters left out."""
+    found: dict[str, Tensor] = {}
+    for path, module in net.named_modules(remove_duplicate=False):
+        if not isinstance(module, Update):
+            prefix = f"{path}." if path else ""
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    found[prefix + key] = tensor
+    return found
+
+
+def first_names(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """For each name of a tensor, the first name that it goes by."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+
+
+def _inputs(
+    walk: Walk, program: ExportedProgram, tensors: dict[str, Tensor], names: dict[str, str]
+) -> dict[str, Value]:
+    """Fresh labels for every axis of every parameter and buffer, by the names of their placeholders."""
+    signature = program.graph_signature
+    owners = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    used = {names[owner] for place, owner in owners.items() if owner in names and nodes[place].users}
+    values: dict[str, Value] = {}
+    inputs: dict[str, Value] = {}
+    for place, owner in owners.items():
+        if owner in names:  # else an adapter's, which this graph does not use
+            name = names[owner]
+            if name not in values:
+                values[name] = _labelled(walk.labels, name, tuple(tensors[name].shape))
+                if name not in used:
+                    walk.reason = "not used on this example"
+                    walk.freeze_all(values[name])
+            inputs[place] = values[name]
+    for place in signature.inputs_to_lifted_tensor_constants:
+        inputs[place] = Value(tuple(nodes[place].meta["val"].shape), {}, frozenset())
+    return inputs
+
+
+def _labelled(labels: Labels, name: str, shape: tuple[int, ...]) -> Value:
+    """A single channel cannot go, so an axis of size 1 needs no label."""
+    fields = {axis: [labels.new(size, name, axis)] for axis, size in enumerate(shape) if size > 1}
+    return Value(shape, fields, frozenset({name}))
+
+
+def _freeze_chosen(walk: Walk, net: nn.Module, freeze: Freeze, inputs: dict[str, Value]) -> None:
+    names = Names(net)
+    if callable(freeze) and not isinstance(freeze, str):
+        chosen = {m for m in names.of if freeze(names.of[m][0], m)}
+    else:
+        chosen = select_named(names, "freeze", freeze)
+    owners = {path for module in chosen for path in names.of[module]}
+    walk.reason = "as asked"
+    for value in inputs.values():
+        if any(source.rpartition(".")[0] in owners for source in value.sources or ()):
+            walk.freeze_all(value)
+
+
+def _extents(walk: Walk, assembly: Assembly) -> list[Extent]:
+    found = [
+        Extent(where, sizes, tuple(assembly.placed([labels]) for labels in factors))
+        for (where, sizes), factors in walk.splits.items()
+    ]
+    for statistic in walk.found.statistics:
+        axes = sorted(statistic.fields)
+        sizes = tuple(len(statistic.fields[axis][0]) for axis in axes)
+        placed = tuple(assembly.placed(statistic.fields[axis]) for axis in axes)
+        found.append(Extent(module_of(statistic.node), sizes, placed))
+    return [extent for extent in found if any(extent.placed)]
