@@ -93,6 +93,7 @@ def detach_(net: nn.Module) -> None:
     """
     attachment = attachment_of(net)
     attachment.check_present(whole=True)
+    attachment.pruned.undo_()
     originals = [entry.moved_original() for entry in attachment.replaced]
     attachment.remove_()
     attachment.restore_(originals)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from spalier.adapters.changes import Changes
 from spalier.adapters.forward import adapter_name, divert_, undivert_
 from spalier.adapters.updates import Update
 from spalier.errors import AttachmentError
@@ -62,6 +63,8 @@ class Attachment:
     flags: dict[nn.Module, dict[str, bool]] = field(default_factory=dict)
     attributes: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     diverted: list[nn.Module] = field(default_factory=list)
+    pruned: Changes = field(default_factory=Changes)
+    """What pruning has changed since."""
 
     def apply_(self) -> None:
         """Freeze the network, let copies learn, and put each update beside its weight. Only assigns."""

@@ -66,8 +66,14 @@ def is_diverted(layer: nn.Module) -> bool:
 
 
 def undivert_(layer: nn.Module) -> None:
-    """Let calls of ``layer`` run its class's forward again."""
+    """Let calls of ``layer`` run without updates again."""
     layer.__dict__.pop("forward", None)
+    if OWN_FORWARD in layer.__dict__:
+        layer.forward = partial(layer.__dict__[OWN_FORWARD], layer)
+
+
+OWN_FORWARD = "_spalier_forward"
+"""The attribute of a layer whose class cannot compute it any more: a function of the layer and its inputs."""
 
 
 def _way_of(layer: nn.Module) -> Callable[..., Any]:
@@ -135,7 +141,8 @@ def run_reader(layer: nn.Module, reads: Reads, *args: Any, **kwargs: Any) -> Any
     """A module that reads the weights of layers inside of it: its own forward on fused ones."""
     twin = _replica(layer, reads)
     before = dict(twin.__dict__)
-    out = type(layer).forward(twin, *args, **kwargs)
+    forward = layer.__dict__.get(OWN_FORWARD, type(layer).forward)
+    out = forward(twin, *args, **kwargs)
     if not torch.compiler.is_compiling():
         for key, value in twin.__dict__.items():  # what forward has noted on itself belongs to the layer
             if before.get(key, _ABSENT) is not value:

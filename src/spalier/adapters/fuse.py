@@ -44,6 +44,7 @@ def fuse(net: nn.Module) -> nn.Module:
         memo[id(entry.update)] = entry.update
     for replaced in attachment.replaced:
         memo[id(replaced.original)] = replaced.original
+    memo |= {id(tensor): tensor for tensor in attachment.pruned.tensors()}
     plain = copy.deepcopy(net, memo)
     twin: Attachment = plain.__dict__[MARK]
     twin.remove_()

@@ -8,14 +8,18 @@ that view alone.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from spalier.errors import UnsupportedLayerError
+
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,18 @@ class Geometry:
         if self.inputs_first:
             return weight.view(self.groups, per_in, per_out, *self.kernel).transpose(1, 2)
         return weight.view(self.groups, per_out, per_in, *self.kernel)
+
+    def cut(self, first: Indices, second: Indices) -> tuple[Geometry, Indices, Indices]:
+        """The geometry that is left of a weight, and the outputs and inputs that stay.
+
+        ``first`` and ``second`` are the indices that stay along the first two axes of the parameter.
+        """
+        size = self.shape[0] // self.groups
+        groups = np.unique(first // size)
+        inner = (groups[:, None] * self.shape[1] + second).ravel()  # the same ones in every group that is left
+        inputs, outputs = (first, inner) if self.inputs_first else (inner, first)
+        left = replace(self, inputs=len(inputs), outputs=len(outputs), groups=len(groups))
+        return left, outputs, inputs
 
 
 def geometries(module: nn.Module) -> dict[str, Geometry]:

@@ -60,7 +60,14 @@ class SPLoRA:
         """The update of one weight, near zero, with the weight's dtype and device."""
         assert fit.rank
         whole = self.kernel == "full" and bool(geometry.kernel)
-        return LowRank(geometry, fit.rank, weight, whole_kernel=whole, init_range=self.init_range)
+        return LowRank(
+            geometry,
+            fit.rank,
+            weight,
+            whole_kernel=whole,
+            init_range=self.init_range,
+            stays_whole=isinstance(self, LoRA),
+        )
 
     def _asked(self, geometry: Geometry) -> int:
         if isinstance(self.rank, int):

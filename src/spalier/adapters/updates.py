@@ -8,14 +8,28 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spalier.adapters.layers import Geometry
+from spalier.adapters.layers import Geometry, Indices
+
+Kept = tuple[Indices | None, ...]
+"""For each axis, the indices that stay; None where all do."""
 
 
 class Update(nn.Module):
     """What an adapter builds for one weight: called with the frozen weight, it returns the fused one."""
+
+    geometry: Geometry
+
+    def cuts(self, outputs: Indices, inputs: Indices) -> list[tuple[nn.Parameter, Kept]]:
+        """What stays of each parameter where the weight keeps these outputs and inputs."""
+        raise NotImplementedError
+
+    def narrowed(self, geometry: Geometry, outputs: Indices, inputs: Indices) -> dict[str, object]:
+        """The attributes and buffers that go with it."""
+        return {"geometry": geometry}
 
 
 class LowRank(Update):
@@ -26,12 +40,25 @@ class LowRank(Update):
 
     down: nn.Parameter
     up: nn.Parameter
+    kept_inputs: Tensor | None
+    kept_outputs: Tensor | None
 
     def __init__(
-        self, geometry: Geometry, rank: int, weight: Tensor, *, whole_kernel: bool, init_range: float
+        self,
+        geometry: Geometry,
+        rank: int,
+        weight: Tensor,
+        *,
+        whole_kernel: bool,
+        init_range: float,
+        stays_whole: bool = False,
     ) -> None:
         super().__init__()
         self.geometry = geometry
+        self.stays_whole = stays_whole
+        """True for plain LoRA, which goes on learning for all channels of the base, those that are gone too."""
+        self.register_buffer("kept_inputs", None)
+        self.register_buffer("kept_outputs", None)
         taps = geometry.kernel if whole_kernel else ()
         self.down = nn.Parameter(weight.new_empty(rank, geometry.inputs, *taps))
         self.up = nn.Parameter(weight.new_empty(rank, geometry.outputs))
@@ -47,15 +74,37 @@ class LowRank(Update):
 
         A weight tied between an embedding and a linear layer lies both ways, and so does its one update.
         """
-        if inputs_first == self.geometry.inputs_first:
-            return self.down, self.up
-        return self.up, self.down
+        down, up = self._left()
+        return (down, up) if inputs_first == self.geometry.inputs_first else (up, down)
+
+    def _left(self) -> tuple[Tensor, Tensor]:
+        """The factors for the channels that are left."""
+        down: Tensor = self.down if self.kept_inputs is None else self.down.index_select(1, self.kept_inputs)
+        up: Tensor = self.up if self.kept_outputs is None else self.up.index_select(1, self.kept_outputs)
+        return down, up
+
+    def cuts(self, outputs: Indices, inputs: Indices) -> list[tuple[nn.Parameter, Kept]]:
+        """The same rows and columns as the weight's (Eq. 4)."""
+        return [] if self.stays_whole else [(self.down, (None, inputs)), (self.up, (None, outputs))]
+
+    def narrowed(self, geometry: Geometry, outputs: Indices, inputs: Indices) -> dict[str, object]:
+        """A factor that stays whole notes which channels are left."""
+        if not self.stays_whole:
+            return {"geometry": geometry}
+        left = {"kept_inputs": inputs, "kept_outputs": outputs}
+        noted: dict[str, object] = {"geometry": geometry}
+        for key, index in left.items():
+            before = getattr(self, key)
+            now = torch.from_numpy(index).to(self.down.device)
+            noted[key] = now if before is None else before[now]
+        return noted
 
     def forward(self, weight: Tensor) -> Tensor:
         """The fused weight, differentiable in the factors; the base weight is left as it is."""
         shape, rank = self.geometry, self.rank
-        down = self.down.view(rank, shape.groups, shape.inputs // shape.groups, *self.down.shape[2:])
-        up = self.up.view(rank, shape.groups, shape.outputs // shape.groups)
+        down, up = self._left()
+        down = down.reshape(rank, shape.groups, shape.inputs // shape.groups, *down.shape[2:])
+        up = up.reshape(rank, shape.groups, shape.outputs // shape.groups)
         delta = torch.einsum("rgo,rgi...->goi...", up, down)
         return _added(weight, delta, shape)
 
@@ -89,6 +138,11 @@ class Pointwise(Update):
         if geometry.padding_idx is not None:
             with torch.no_grad():
                 self.residual[:, geometry.padding_idx] = 0
+
+    def cuts(self, outputs: Indices, inputs: Indices) -> list[tuple[nn.Parameter, Kept]]:
+        """The same rows and columns as the weight's."""
+        size = self.geometry.inputs // self.geometry.groups
+        return [(self.residual, (outputs, np.unique(inputs % size)))]  # the same ones in every group
 
     def forward(self, weight: Tensor) -> Tensor:
         """The fused weight, differentiable in the residual; the base weight is left as it is."""

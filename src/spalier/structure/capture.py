@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.utils._pytree import tree_map_only
 
-from spalier.adapters.forward import is_diverted
+from spalier.adapters.forward import is_diverted, undivert_
 from spalier.adapters.layers import is_uninitialised
 from spalier.errors import ConfigError, ExampleError, TraceError
 
@@ -38,7 +38,7 @@ def capture(net: nn.Module, example: Any) -> ExportedProgram:
     if is_uninitialised(net):
         raise TraceError("the network has a lazy layer without a shape yet; run one batch through it first")
     args, kwargs = arguments(on_device_of(net, example))
-    with as_base(net), warnings.catch_warnings():
+    with as_base(net), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return torch.export.export(net, args, kwargs, strict=False)
@@ -75,17 +75,28 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def as_base(net: nn.Module) -> Iterator[None]:
-    """The network in eval mode and without its adapters, for a while."""
-    training = [m for m in net.modules() if m.training]
-    diverted = [(m, m.__dict__.pop("forward")) for m in net.modules() if is_diverted(m)]
-    for module in training:
-        module.training = False
+def in_eval_mode(net: nn.Module) -> Iterator[None]:
+    """The network in eval mode for a while; what modules cache until they train is made anew before and after."""
+    training = [m.training for m in net.modules()]
+    net.train().eval()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        net.train()
+        for module, flag in zip(list(net.modules()), training, strict=True):
+            module.training = flag
+
+
+@contextmanager
+def as_base(net: nn.Module) -> Iterator[None]:
+    """The network in eval mode and without its adapters, for a while."""
+    diverted = [(m, m.__dict__["forward"]) for m in net.modules() if is_diverted(m)]
+    for module, _ in diverted:
+        undivert_(module)
+    try:
+        with in_eval_mode(net):
+            yield
+    finally:
         for module, forward in diverted:
             module.__dict__["forward"] = forward
 

@@ -1,0 +1,56 @@
+"""A log of what was changed on modules, so that it can be taken back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+_ABSENT = "(absent)"
+
+
+@dataclass
+class Changes:
+    """Entries of modules and values of tensors as they were, oldest first."""
+
+    entries: list[tuple[nn.Module, str, Any, Any]] = field(default_factory=list)
+    """Module, the dictionary of it that was changed (empty for plain attributes), the key, and what was there."""
+    values: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Tensors that were given other values, and the values they had."""
+
+    def set_(self, module: nn.Module, place: str, key: Any, value: Any) -> None:
+        """Change an entry of a module's dictionary, or an attribute where ``place`` is empty."""
+        where = getattr(module, place) if place else module.__dict__
+        self.entries.append((module, place, key, where.get(key, _ABSENT)))
+        where[key] = value
+
+    def drop_(self, module: nn.Module, place: str, key: Any) -> None:
+        """Take an entry out of a module's dictionary."""
+        self.entries.append((module, place, key, getattr(module, place).pop(key)))
+
+    def note(self, module: nn.Module, place: str, key: Any) -> None:
+        """Remember an entry that was added."""
+        self.entries.append((module, place, key, _ABSENT))
+
+    def set_values_(self, tensor: Tensor, values: Tensor) -> None:
+        """Let a tensor hold other values, of another shape perhaps; whoever refers to it sees them."""
+        self.values.append((tensor, tensor.data))
+        tensor.data = values
+
+    def undo_(self) -> None:
+        """Put everything back as it was."""
+        for tensor, values in reversed(self.values):
+            tensor.data = values
+        for module, place, key, value in reversed(self.entries):
+            where = getattr(module, place) if place else module.__dict__
+            if isinstance(value, str) and value == _ABSENT:  # a copied log holds a copy of the word
+                where.pop(key, None)
+            else:
+                where[key] = value
+        self.values.clear()
+        self.entries.clear()
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that gave way to others."""
+        return [value for *_, value in self.entries if isinstance(value, Tensor)]

@@ -1,0 +1,130 @@
+"""Compare a pruned network with the masked one, and find the first module that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from spalier.adapters.changes import Changes
+from spalier.pruning.kept import Kept
+from spalier.pruning.masking import Read, masked_run
+from spalier.structure.capture import arguments, in_eval_mode, module_of
+from spalier.structure.streams import present
+from spalier.structure.structure import Captured, Structure
+from spalier.structure.values import Value
+
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.complex64: 1e-3, torch.complex128: 1e-8}
+"""Largest difference, relative to the largest entry; half precision gets 5e-2."""
+
+
+def is_close(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    """True where two networks have returned the same, to rounding."""
+    ours, theirs = ([x for x in each if isinstance(x, Tensor)] for each in (found, wanted))
+    return len(ours) == len(theirs) and all(map(_is_close, ours, theirs))
+
+
+def _is_close(found: Tensor, wanted: Tensor) -> bool:
+    if found.shape != wanted.shape:
+        return False
+    if not (wanted.is_floating_point() or wanted.is_complex()):
+        return torch.equal(found, wanted)
+    if not wanted.numel():
+        return True
+    finite = torch.isfinite(wanted)
+    if not torch.equal(found[~finite].nan_to_num(), wanted[~finite].nan_to_num()) or not finite.any():
+        return bool((~finite).all()) and torch.equal(torch.isnan(found), torch.isnan(wanted))
+    scale = wanted[finite].abs().max().clamp(min=torch.finfo(wanted.dtype).tiny)
+    difference = (found[finite] - wanted[finite]).abs().max()
+    return bool(difference <= _TOLERANCE.get(wanted.dtype, 5e-2) * scale)
+
+
+def first_difference(
+    net: nn.Module,
+    structure: Structure,
+    read: Read,
+    before: Kept,
+    left: Kept,
+    changes: Changes,
+    failure: Exception | None,
+) -> str:
+    """Where the pruned network parts from the masked one; takes the changes back on the way."""
+    assert structure.captured is not None
+    outputs, running = _leaf_outputs(net, structure.captured)
+    kinds = {path: type(module).__name__ for path, module in net.named_modules()}
+    if failure is not None:
+        place = running or ""
+        return f"{place or 'the network itself'} ({kinds[place]}) fails with {_first_line(failure)!r}"
+    changes.undo_()
+    ends = _ends(structure.captured, outputs)
+    masked = masked_run(structure, read, before, left, set(ends))
+    for node, value in masked.items():
+        place = ends[node]
+        if not _is_close(outputs[place], _left_of(structure.captured, node, value, left)):
+            return f"{place} ({kinds[place]}) is the first to differ"
+    return "its output differs, though no module of it does"
+
+
+def _leaf_outputs(net: nn.Module, captured: Captured) -> tuple[dict[str, Tensor], str | None]:
+    """What each module without children returned in its first call; and the module that was running at an error."""
+    outputs: dict[str, Tensor] = {}
+    running: list[str] = []
+    handles = []
+    for path, module in net.named_modules():
+        handles.append(module.register_forward_pre_hook(_enter(running, path)))
+        handles.append(module.register_forward_hook(_leave(running, path, outputs)))
+    args, kwargs = arguments(captured.example)
+    try:
+        with in_eval_mode(net), torch.no_grad():
+            net(*args, **kwargs)
+    except Exception:
+        return outputs, running[-1] if running else ""
+    finally:
+        for handle in handles:
+            handle.remove()
+    return outputs, None
+
+
+def _enter(running: list[str], path: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any) -> None:
+        running.append(path)
+
+    return hook
+
+
+def _leave(running: list[str], path: str, outputs: dict[str, Tensor]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
+        if isinstance(output, Tensor) and not any(m is not module and list(m.parameters()) for m in module.modules()):
+            outputs.setdefault(path, output.detach().clone())
+
+    return hook
+
+
+def _ends(captured: Captured, outputs: Mapping[str, Tensor]) -> dict[Node, str]:
+    """The node that each of these modules returns, in the graph's order."""
+    last: dict[str, Node] = {}
+    for node in captured.program.graph.nodes:
+        if node.op == "call_function":
+            last[module_of(node)] = node
+    order = {node: number for number, node in enumerate(captured.program.graph.nodes)}
+    chosen = {node: place for place, node in last.items() if place in outputs}
+    return dict(sorted(chosen.items(), key=lambda item: order[item[0]]))
+
+
+def _left_of(captured: Captured, node: Node, value: Tensor, left: Kept) -> Tensor:
+    carried = captured.found.values.get(node)
+    if not isinstance(carried, Value):
+        return value
+    for axis, fields in carried.fields.items():
+        mask = present(captured.assembly.placed(fields), value.shape[axis], left.streams)
+        value = value.index_select(axis, torch.from_numpy(np.flatnonzero(mask)).to(value.device))
+    return value
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,144 @@
+"""Cut tensors, adapters and optimizer state down to what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from spalier.adapters.attachment import Attachment
+from spalier.adapters.changes import Changes
+from spalier.adapters.forward import updates
+from spalier.adapters.updates import Update
+from spalier.errors import PruneError
+from spalier.pruning.kept import Kept
+from spalier.structure.labels import Ints
+from spalier.structure.structure import Structure
+
+Indices = tuple[Ints | None, ...]
+"""For each axis, the indices that stay; None where all do."""
+
+
+def cut(tensor: Tensor, indices: Indices) -> Tensor:
+    """What is left of a tensor, in its own memory and layout."""
+    out = tensor
+    for axis, index in enumerate(indices):
+        if index is not None:
+            out = out.index_select(axis, torch.from_numpy(index).to(out.device))
+    if tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last):
+        out = out.contiguous(memory_format=torch.channels_last)
+    return out
+
+
+def cuts_of(structure: Structure, before: Kept, after: Kept) -> dict[str, Indices]:
+    """For each tensor that loses something, the indices that stay, counted in the tensor as it is now."""
+    found: dict[str, Indices] = {}
+    for name in dict.fromkeys(tensor for tensor, _ in structure.axes):
+        masks = zip(before.of(structure, name), after.of(structure, name), strict=True)
+        indices = tuple(None if left[was].all() else np.flatnonzero(left[was]) for was, left in masks)
+        if any(index is not None for index in indices):
+            found[name] = indices
+    return found
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Where a tensor sits."""
+
+    module: nn.Module
+    place: str
+    """``_parameters`` or ``_buffers``."""
+    key: str
+
+
+def owners_of(net: nn.Module, names: dict[str, str]) -> dict[str, list[Owner]]:
+    """Every place that holds each tensor, by its first name."""
+    found: dict[str, list[Owner]] = {}
+    modules = dict(net.named_modules(remove_duplicate=False))
+    for name, first in names.items():
+        path, _, key = name.rpartition(".")
+        module = modules[path]
+        found.setdefault(first, []).append(Owner(module, "_parameters" if key in module._parameters else "_buffers", key))
+    return found
+
+
+class Cutter:
+    """Cuts the tensors of a network, and remembers what it did."""
+
+    def __init__(self, attachment: Attachment | None, changes: Changes) -> None:
+        self.changes = changes
+        self.sliced: dict[Tensor, tuple[Tensor, Indices]] = {}
+        """Each parameter that was cut: what it was, and the indices that stayed."""
+        self._attachment = attachment
+        self._copies = set() if attachment is None else {id(entry.copy) for entry in attachment.replaced}
+        self._cut_updates: set[Update] = set()
+
+    def cut_(self, owners: Sequence[Owner], indices: Indices) -> None:
+        """Cut one tensor wherever it sits, and the update of it."""
+        tensor: Tensor = getattr(owners[0].module, owners[0].place)[owners[0].key]
+        self._cut_updates_of(owners, tensor, indices)
+        small = cut(tensor.detach(), indices)
+        if isinstance(tensor, nn.Parameter) and (self._attachment is None or id(tensor) in self._copies):
+            self._shrink_(tensor, small, indices)
+            return
+        new: Tensor = nn.Parameter(small, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else small
+        self.sliced[tensor] = (new, indices)
+        for owner in owners:
+            self.changes.set_(owner.module, owner.place, owner.key, new)
+
+    def _shrink_(self, parameter: nn.Parameter, small: Tensor, indices: Indices) -> None:
+        """Keep the parameter itself, so that whoever trains it goes on with it."""
+        self.sliced[parameter] = (parameter, indices)
+        grad, parameter.grad = parameter.grad, None
+        self.changes.set_values_(parameter, small)
+        if grad is not None:
+            parameter.grad = cut(grad, indices)
+
+    def _cut_updates_of(self, owners: Sequence[Owner], weight: Tensor, indices: Indices) -> None:
+        for owner in owners:
+            update = updates(owner.module).get(owner.key)
+            if update is not None and update not in self._cut_updates:
+                self._cut_updates.add(update)
+                self._cut_update_(update, tuple(weight.shape), indices)
+
+    def _cut_update_(self, update: Update, shape: tuple[int, ...], indices: Indices) -> None:
+        first, second = (np.arange(n) if i is None else i for n, i in zip(shape[:2], indices[:2], strict=True))
+        geometry, outputs, inputs = update.geometry.cut(first, second)
+        for parameter, kept in update.cuts(outputs, inputs):
+            self._shrink_(parameter, cut(parameter.detach(), kept), kept)
+        for key, value in update.narrowed(geometry, outputs, inputs).items():
+            place = "_buffers" if isinstance(value, Tensor) else ""
+            self.changes.set_(update, place, key, value)
+
+
+def check_optimizers(optimizers: Iterable[Optimizer], parameters: Iterable[Tensor]) -> None:
+    """Refuse state that is not laid out like its parameter: it could not be cut with it."""
+    chosen = set(parameters)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise PruneError(f"optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer or several")
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items() if parameter in chosen else ():
+                if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                    raise PruneError(
+                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a parameter of shape "
+                        f"{tuple(parameter.shape)}, which cannot be cut with it; make a new optimizer after pruning instead"
+                    )
+
+
+def cut_optimizers_(optimizers: Iterable[Optimizer], sliced: dict[Tensor, tuple[Tensor, Indices]]) -> None:
+    """Cut the state of every parameter that was cut."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [sliced[p][0] if p in sliced else p for p in group["params"]]
+        for parameter in [p for p in optimizer.state if p in sliced]:
+            new, indices = sliced[parameter]
+            state = optimizer.state.pop(parameter)
+            optimizer.state[new] = {
+                key: cut(value, indices) if isinstance(value, Tensor) and value.dim() else value
+                for key, value in state.items()
+            }

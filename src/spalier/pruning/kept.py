@@ -1,0 +1,145 @@
+"""What a network has left of its base: remembered on the network as plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor, nn
+
+from spalier.errors import PlanError
+from spalier.pruning.plan import Plan
+from spalier.structure.find import tensors_of
+from spalier.structure.streams import present
+from spalier.structure.structure import Mask, Structure
+
+MARK = "_spalier_kept"
+"""The private attribute of a pruned network that holds the kept units of its base."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The units that are left of each stream, and of each free writer that has fewer than its stream."""
+
+    streams: tuple[Mask, ...]
+    writers: dict[str, Mask]
+
+    def indices(self, structure: Structure, tensor: str, axis: int) -> Mask:
+        """Which indices of a base tensor's axis are left."""
+        size = structure.shapes[tensor][axis]
+        left = present(structure.axes.get((tensor, axis), ()), size, self.streams)
+        for writer in structure.writers:
+            if writer.name in self.writers and (tensor, axis) in writer.members:
+                left &= self.writers[writer.name]
+        return left
+
+    def of(self, structure: Structure, tensor: str) -> list[Mask]:
+        """Which indices of each axis of a base tensor are left."""
+        return [self.indices(structure, tensor, axis) for axis in range(len(structure.shapes[tensor]))]
+
+    def to_dict(self, structure: Structure) -> dict[str, object]:
+        """As plain numbers."""
+        named = {stream.name: mask for stream, mask in zip(structure.streams, self.streams, strict=True)}
+        return {
+            "fingerprint": structure.fingerprint,
+            "streams": {name: np.flatnonzero(mask).tolist() for name, mask in named.items()},
+            "writers": {name: np.flatnonzero(mask).tolist() for name, mask in self.writers.items()},
+        }
+
+
+def kept_units(net: nn.Module) -> dict[str, dict[str, list[int]]] | None:
+    """The units of the base that a pruned network has left, by stream and by free writer; None if it is whole."""
+    found = net.__dict__.get(MARK)
+    return None if found is None else {kind: dict(found[kind]) for kind in ("streams", "writers")}
+
+
+def kept_of(net: nn.Module, structure: Structure) -> Kept:
+    """What a network has left, checked against its tensors."""
+    found = net.__dict__.get(MARK)
+    if found is None:
+        kept = Kept(tuple(np.ones(stream.size, bool) for stream in structure.streams), {})
+    else:
+        if found["fingerprint"] != structure.fingerprint:
+            raise PlanError(
+                "the plan is for another network: this one was pruned with a structure of its own; "
+                "use the structure that it was pruned with first"
+            )
+        masks = tuple(_mask(found["streams"][s.name], s.size) for s in structure.streams)
+        sizes = {w.name: structure.streams[w.stream].size for w in structure.writers}
+        kept = Kept(masks, {name: _mask(units, sizes[name]) for name, units in found["writers"].items()})
+    _check_tensors(tensors_of(net), structure, kept, pruned=found is not None)
+    return kept
+
+
+def _mask(units: list[int], size: int) -> Mask:
+    mask = np.zeros(size, bool)
+    mask[units] = True
+    return mask
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], structure: Structure, kept: Kept, *, pruned: bool) -> None:
+    unlike = set(tensors) ^ set(structure.names)
+    if unlike:
+        name = sorted(unlike)[0]
+        where = "the network" if name in tensors else "the structure"
+        raise PlanError(
+            f"the plan is for another network, or the network was changed since it was traced: only {where} has "
+            f"{name!r}; trace it again"
+        )
+    for name, first in structure.names.items():
+        expected = tuple(int(mask.sum()) for mask in kept.of(structure, first))
+        if tuple(tensors[name].shape) != expected:
+            raise PlanError(
+                f"the plan is for another network, or the network was changed since it was traced: {name} has shape "
+                f"{tuple(tensors[name].shape)}, expected {expected}; {'' if pruned else 'trace it again'}".rstrip("; ")
+            )
+
+
+def after(plan: Plan, kept: Kept) -> Kept:
+    """What is left once a plan has been carried out."""
+    structure = plan.structure
+    streams = [mask.copy() for mask in kept.streams]
+    for name, units in plan.keep.items():
+        if name in structure.index and not _is_free(plan, name):
+            number = structure.index[name]
+            streams[number] = _subset(name, units, kept.streams[number])
+    writers = {name: mask & streams[_stream(structure, name)] for name, mask in kept.writers.items()}
+    if plan.writers == "free":
+        _set_free(plan, kept, streams, writers)
+    for name, mask in writers.items():
+        if not mask.any():
+            raise PlanError(f"the plan empties {name!r}; at least one unit has to stay")
+    full = {n: m for n, m in writers.items() if not np.array_equal(m, streams[_stream(structure, n)])}
+    return Kept(tuple(streams), full)
+
+
+def _is_free(plan: Plan, name: str) -> bool:
+    """A stream is named after its first writer; with free writers the name means that layer."""
+    return plan.writers == "free" and any(w.name == name for w in plan.structure.writers)
+
+
+def _stream(structure: Structure, writer: str) -> int:
+    return next(w.stream for w in structure.writers if w.name == writer)
+
+
+def _set_free(plan: Plan, kept: Kept, streams: list[Mask], writers: dict[str, Mask]) -> None:
+    """Give each free writer its units, and each stream the union of its writers'."""
+    structure = plan.structure
+    for number, stream in enumerate(structure.streams):
+        free = [w for w in structure.writers if w.stream == number]
+        if not any(w.name in plan.keep for w in free):
+            continue
+        for w in free:
+            before = writers.get(w.name, streams[number])
+            writers[w.name] = _subset(w.name, plan.keep[w.name], before) if w.name in plan.keep else before
+        if len(free) == len(stream.writers):  # else some writer is not free and keeps the stream as wide as it is
+            streams[number] = np.logical_or.reduce([writers[w.name] for w in free]) & streams[number]
+
+
+def _subset(name: str, units: tuple[int, ...], before: Mask) -> Mask:
+    mask = _mask(list(units), len(before))
+    gone = np.flatnonzero(mask & ~before)
+    if len(gone):
+        raise PlanError(f"unit {gone[0]} of {name!r} is gone already; a plan can only keep what is left")
+    return mask

@@ -1,0 +1,195 @@
+"""`prune_`: take units out of a network physically, and prove that nothing else has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from spalier.adapters.attachment import Attachment, attachment_of, is_marked
+from spalier.adapters.changes import Changes
+from spalier.adapters.forward import updates
+from spalier.errors import PlanError, PruneError
+from spalier.pruning.attributes import Resize, resized
+from spalier.pruning.compare import first_difference, is_close
+from spalier.pruning.cuts import Cutter, Owner, check_optimizers, cut_optimizers_, cuts_of, owners_of
+from spalier.pruning.kept import MARK, Kept, after, kept_of
+from spalier.pruning.masking import masked_outputs
+from spalier.pruning.plan import Plan
+from spalier.pruning.spread import set_spread_
+from spalier.structure.capture import arguments, in_eval_mode
+from spalier.structure.structure import Structure
+
+
+def prune_(
+    net: nn.Module,
+    plan: Plan,
+    *,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    check: bool = True,
+) -> None:
+    """Take what a plan leaves out of ``net``, in place: weights, biases, adapters, norms and their statistics.
+
+    The network is physically smaller afterwards. Its learned parameters stay the same objects, and the state of an
+    optimizer is cut with them, so training goes on. The units that are left, counted in the base, are remembered on
+    the network. An adapted network's base tensors are not touched: `detach_` gives the whole base back.
+
+    On the example that the network was traced with, it must compute what the masked network computes; otherwise everything is
+    rolled back and the error names the first module that differs.
+
+    Args:
+        net: the network that was traced, or its adapted form, pruned before or not.
+        plan: which units stay.
+        optimizer: one or several, whose state is cut along.
+        check: whether to compare with the masked network.
+
+    >>> from spalier import Plan, trace
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> plan = Plan(trace(net, torch.randn(1, 4)), {"0": [0, 3, 5]})
+    >>> prune_(net, plan)
+    >>> net
+    Sequential(
+      (0): Linear(in_features=4, out_features=3, bias=True)
+      (1): ReLU()
+      (2): Linear(in_features=3, out_features=2, bias=True)
+    )
+    """
+    attachment = _checked(net, plan)
+    structure = plan.structure
+    before = kept_of(net, structure)
+    left = after(plan, before)
+    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    cuts = cuts_of(structure, before, left)
+    owners = owners_of(net, structure.names)
+    check_optimizers(optimizers, _parameters(owners, cuts))
+    wanted = _masked(structure, owners, before, left) if check else None
+    changes = Changes()
+    cutter = Cutter(attachment, changes)
+    try:
+        apply_(net, structure, cutter, before, left)
+        if wanted is not None:
+            _verify(net, structure, wanted, owners, before, left, changes)
+    except BaseException:
+        changes.undo_()
+        raise
+    cut_optimizers_(optimizers, cutter.sliced)
+    if attachment is not None:
+        attachment.pruned.entries += changes.entries
+
+
+def _checked(net: nn.Module, plan: Plan) -> Attachment | None:
+    if not isinstance(net, nn.Module):
+        raise PlanError(f"net is a {type(net).__name__}, expected a torch.nn.Module")
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan is a {type(plan).__name__}, expected a Plan of the units to keep")
+    return attachment_of(net) if is_marked(net) else None
+
+
+def apply_(net: nn.Module, structure: Structure, cutter: Cutter, before: Kept, left: Kept) -> None:
+    """Cut the tensors, then let attributes and gathers follow."""
+    cuts = cuts_of(structure, before, left)
+    owners = owners_of(net, structure.names)
+    for name, indices in cuts.items():
+        cutter.cut_(owners[name], indices)
+    _resize_(net, structure, cutter.changes, {n: (owners[n], i) for n, i in cuts.items()}, before, left)
+    for writer in structure.writers:
+        had, has = writer.name in before.writers, writer.name in left.writers
+        if had or has:
+            stream = left.streams[writer.stream]
+            own = left.writers[writer.name][stream] if has else None
+            set_spread_(cutter.changes, net.get_submodule(writer.module), own, writer.axis)
+    cutter.changes.set_(net, "", MARK, left.to_dict(structure))
+
+
+def _resize_(
+    net: nn.Module,
+    structure: Structure,
+    changes: Changes,
+    cuts: Mapping[str, tuple[list[Owner], Any]],
+    before: Kept,
+    left: Kept,
+) -> None:
+    kept: dict[nn.Module, dict[str, Any]] = {}
+    for places, indices in cuts.values():
+        for owner in places:
+            kept.setdefault(owner.module, {})[owner.key] = indices
+    extents: dict[nn.Module, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    for extent in structure.extents:
+        sizes = extent.left(before.streams), extent.left(left.streams)
+        if sizes[0] != sizes[1]:
+            extents.setdefault(net.get_submodule(extent.module), []).append(sizes)
+    touched = list(dict.fromkeys([*kept, *extents]))
+    around = [m for m in net.modules() if isinstance(m, _AROUND_ATTENTION) and set(m.modules()) & set(touched)]
+    for module in dict.fromkeys([*touched, *_parents(net, touched), *around]):
+        resize = Resize(kept.get(module, {}), tuple(extents.get(module, ())))
+        for key, value in resized(module, resize).items():
+            changes.set_(module, "", key, value)
+
+
+_AROUND_ATTENTION = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
+
+def _parents(net: nn.Module, touched: Iterable[nn.Module]) -> list[nn.Module]:
+    """Attention whose output projection alone was cut."""
+    chosen = set(touched)
+    return [m for m in net.modules() if isinstance(m, nn.MultiheadAttention) and m.out_proj in chosen]
+
+
+def _parameters(owners: Mapping[str, list[Owner]], names: Iterable[str]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for owner in (o for name in names for o in owners[name]):
+        found.append(getattr(owner.module, owner.place)[owner.key])
+        found += [p for update in updates(owner.module).values() for p in update.parameters()]
+    return found
+
+
+def _read(owners: Mapping[str, list[Owner]], name: str) -> Tensor:
+    """A tensor as the network computes with it: its adapter is fused."""
+    owner = owners[name][0]
+    tensor: Tensor = getattr(owner.module, owner.place)[owner.key].detach()
+    adapted = next((u for o in owners[name] if (u := updates(o.module).get(o.key)) is not None), None)
+    return tensor if adapted is None else adapted(tensor)
+
+
+def _masked(
+    structure: Structure, owners: Mapping[str, list[Owner]], before: Kept, left: Kept
+) -> list[Any]:
+    if structure.captured is None:
+        raise PruneError(
+            "the structure was loaded without the network's graph, so nothing can be compared; "
+            "trace the network itself, or pass check=False"
+        )
+    return masked_outputs(structure, partial(_read, owners), before, left)
+
+
+@torch.no_grad()
+def _verify(
+    net: nn.Module,
+    structure: Structure,
+    wanted: list[Any],
+    owners: Mapping[str, list[Owner]],
+    before: Kept,
+    left: Kept,
+    changes: Changes,
+) -> None:
+    """Compare with what the masked network returned; say where they part."""
+    assert structure.captured is not None
+    args, kwargs = arguments(structure.captured.example)
+    failure: Exception | None = None
+    with in_eval_mode(net):
+        try:
+            found = tree_leaves(net(*args, **kwargs))
+            if is_close(found, wanted):
+                return
+        except Exception as error:  # whatever the network's own code raises
+            failure = error
+    where = first_difference(net, structure, partial(_read, owners), before, left, changes, failure)
+    raise PruneError(
+        f"the pruned network does not compute what the masked one does: {where}; nothing was changed. "
+        "If its code holds sizes of its own, say how they follow (spalier.resizes), or keep the part whole (trace(..., freeze=...))"
+    ) from failure
