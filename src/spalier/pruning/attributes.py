@@ -5,7 +5,8 @@ An entry takes a module whose tensors have been cut and a `Resize`, and returns 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +29,9 @@ class Resize:
     kept: dict[str, tuple[Ints | None, ...]]
     """For each of its own tensors that was cut, the indices that stayed along each axis; None where all did."""
     extents: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-    """Sizes that its code uses (a view as heads and head size, what a norm averages), as they were and as they are."""
+    """Sizes that its code uses (a view as heads and head size, what a norm averages), in the base and as they are."""
+    base: Mapping[str, Any]
+    """Attributes as they were in the base, where they have changed since."""
 
     def groups(self, key: str, axis: int, groups: int, size: int) -> int:
         """How many of a layer's groups are left, of an axis that had ``size`` indices."""
@@ -37,12 +40,17 @@ class Resize:
             return groups
         return len(np.unique(index // (size // groups)))
 
-    def scaled(self, value: int, position: int) -> int:
-        """An attribute that equals (or divides) a size at this position of an extent, as it is now."""
+    def heads(self, value: int) -> int:
+        """A number of heads, as it is now: one axis of a view has it, or a multiple of it (heads of a whole batch)."""
         for old, new in self.extents:
-            if len(old) >= -position and old[position] % value == 0 and (new[position] * value) % old[position] == 0:
-                return new[position] * value // old[position]
-        return value
+            if len(old) > 1 and old[-2] % value == 0 and (new[-2] * value) % old[-2] == 0:
+                return new[-2] * value // old[-2]
+        return self.width(value)
+
+    def width(self, value: int) -> int:
+        """The size of an axis, as it is now; as it was, where axes of that size have become unlike."""
+        sizes = {now for old, new in self.extents for was, now in zip(old, new, strict=True) if was == value}
+        return sizes.pop() if len(sizes) == 1 else value
 
 
 Entry = Callable[[Any, Resize], dict[str, Any]]
@@ -109,8 +117,7 @@ def _channel_norm(module: Any, resize: Resize) -> dict[str, Any]:
 def _layer_norm(module: Any, resize: Resize) -> dict[str, Any]:
     if module.weight is not None:
         return {"normalized_shape": tuple(module.weight.shape)}
-    shape = tuple(resize.scaled(n, i - len(module.normalized_shape)) for i, n in enumerate(module.normalized_shape))
-    return {"normalized_shape": shape}
+    return {"normalized_shape": tuple(resize.width(n) for n in resize.base.get("normalized_shape", module.normalized_shape))}
 
 
 @resizes(nn.GroupNorm)
@@ -137,7 +144,7 @@ def _conv1d(module: Any, resize: Resize) -> dict[str, Any]:
 
 @resizes(nn.MultiheadAttention)
 def _attention(module: Any, resize: Resize) -> dict[str, Any]:
-    heads = resize.scaled(module.num_heads, -2)
+    heads = resize.heads(resize.base.get("num_heads", module.num_heads))
     width = module.out_proj.weight.shape[1]
     forward = {} if is_diverted(module) else {"forward": partial(run_attention, module)}
     return {
@@ -156,27 +163,31 @@ def _encoder_layer(module: Any, resize: Resize) -> dict[str, Any]:
     return {"activation_relu_or_gelu": 0}
 
 
-HEADS = "num_heads n_heads num_attention_heads n_head nhead heads num_kv_heads num_key_value_heads".split()
-HEAD_SIZES = "head_dim head_size attention_head_size dim_head d_head key_value_proj_dim d_kv dim_per_head key_dim".split()
-WIDTHS = "attn_dim all_head_size inner_dim split_size val_attn_dim dim_attn".split()
+@resizes(nn.TransformerEncoder)
+def _encoder(module: Any, resize: Resize) -> dict[str, Any]:
+    return {"use_nested_tensor": False}
+
+
+_HEADS = re.compile(r"heads?$|_heads?_|^nhead")
+_WIDTHS = re.compile(r"dim|chan|chs|feature|width|hidden|plane|d_model|embed|head_size|split_size|proj")
+_OTHERS = re.compile(r"patch|image|img|window|kernel|class|vocab|seq|pos|max|min|axis|num_dim|ndim|^dim_?$")
 
 
 def by_name(module: Any, resize: Resize) -> dict[str, Any]:
-    """Attention of other libraries, by the names that attributes go by there."""
-    found = {}
-    for key, value in vars(module).items():
+    """Modules of other libraries: numbers that go by the name of a width, or of heads, and equal the size of an axis.
+
+    Whether that was right, the twin and the comparison with the masked network tell.
+    """
+    found: dict[str, Any] = {}
+    for key, current in vars(module).items():
+        value = resize.base.get(key, current)
+        if key.startswith("_") or _OTHERS.search(key):
+            continue
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            if key in HEADS:
-                found[key] = resize.scaled(value, -2)
-            elif key in HEAD_SIZES:
-                found[key] = resize.scaled(value, -1)
-            elif key in WIDTHS:
-                found[key] = _width(value, resize)
+            if _HEADS.search(key):
+                found[key] = resize.heads(value)
+            elif _WIDTHS.search(key):
+                found[key] = resize.width(value)
+        elif isinstance(value, tuple) and "shape" in key and all(isinstance(n, int) for n in value):
+            found[key] = tuple(resize.width(n) for n in value)
     return found
-
-
-def _width(value: int, resize: Resize) -> int:
-    for old, new in resize.extents:
-        if len(old) >= 2 and old[-2] * old[-1] == value:
-            return new[-2] * new[-1]
-    return resize.scaled(value, -1)

@@ -22,13 +22,20 @@ _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.complex64: 1e-3, t
 """Largest difference, relative to the largest entry; half precision gets 5e-2."""
 
 
-def is_close(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
+def tolerance(captured: Captured) -> float:
+    """How far two ways of computing the same may differ, by the coarsest numbers on the way (a norm may cast)."""
+    made = (node.meta.get("val") for node in captured.program.graph.nodes)
+    kinds = {t.dtype for t in made if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())}
+    return max((_TOLERANCE.get(kind, 5e-2) for kind in kinds), default=0.0)
+
+
+def is_close(found: Sequence[Any], wanted: Sequence[Any], tolerance: float) -> bool:
     """True where two networks have returned the same, to rounding."""
     ours, theirs = ([x for x in each if isinstance(x, Tensor)] for each in (found, wanted))
-    return len(ours) == len(theirs) and all(map(_is_close, ours, theirs))
+    return len(ours) == len(theirs) and all(_is_close(a, b, tolerance) for a, b in zip(ours, theirs, strict=True))
 
 
-def _is_close(found: Tensor, wanted: Tensor) -> bool:
+def _is_close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
     if found.shape != wanted.shape:
         return False
     if not (wanted.is_floating_point() or wanted.is_complex()):
@@ -40,7 +47,7 @@ def _is_close(found: Tensor, wanted: Tensor) -> bool:
         return bool((~finite).all()) and torch.equal(torch.isnan(found), torch.isnan(wanted))
     scale = wanted[finite].abs().max().clamp(min=torch.finfo(wanted.dtype).tiny)
     difference = (found[finite] - wanted[finite]).abs().max()
-    return bool(difference <= _TOLERANCE.get(wanted.dtype, 5e-2) * scale)
+    return bool(difference <= tolerance * scale)
 
 
 def first_difference(
@@ -54,7 +61,7 @@ def first_difference(
 ) -> str:
     """Where the pruned network parts from the masked one; takes the changes back on the way."""
     assert structure.captured is not None
-    outputs, running = _leaf_outputs(net, structure.captured)
+    outputs, running = _leaf_outputs(net, structure.captured.example)
     kinds = {path: type(module).__name__ for path, module in net.named_modules()}
     if failure is not None:
         place = running or ""
@@ -62,14 +69,15 @@ def first_difference(
     changes.undo_()
     ends = _ends(structure.captured, outputs)
     masked = masked_run(structure, read, before, left, set(ends))
+    limit = tolerance(structure.captured)
     for node, value in masked.items():
         place = ends[node]
-        if not _is_close(outputs[place], _left_of(structure.captured, node, value, left)):
+        if not _is_close(outputs[place], _left_of(structure.captured, node, value, left), limit):
             return f"{place} ({kinds[place]}) is the first to differ"
     return "its output differs, though no module of it does"
 
 
-def _leaf_outputs(net: nn.Module, captured: Captured) -> tuple[dict[str, Tensor], str | None]:
+def _leaf_outputs(net: nn.Module, example: Any) -> tuple[dict[str, Tensor], str | None]:
     """What each module without children returned in its first call; and the module that was running at an error."""
     outputs: dict[str, Tensor] = {}
     running: list[str] = []
@@ -77,7 +85,7 @@ def _leaf_outputs(net: nn.Module, captured: Captured) -> tuple[dict[str, Tensor]
     for path, module in net.named_modules():
         handles.append(module.register_forward_pre_hook(_enter(running, path)))
         handles.append(module.register_forward_hook(_leave(running, path, outputs)))
-    args, kwargs = arguments(captured.example)
+    args, kwargs = arguments(example)
     try:
         with in_eval_mode(net), torch.no_grad():
             net(*args, **kwargs)
@@ -117,7 +125,7 @@ def _ends(captured: Captured, outputs: Mapping[str, Tensor]) -> dict[Node, str]:
 
 
 def _left_of(captured: Captured, node: Node, value: Tensor, left: Kept) -> Tensor:
-    carried = captured.found.values.get(node)
+    carried = captured.walk.found.values.get(node)
     if not isinstance(carried, Value):
         return value
     for axis, fields in carried.fields.items():

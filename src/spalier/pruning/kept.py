@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -38,13 +39,14 @@ class Kept:
         """Which indices of each axis of a base tensor are left."""
         return [self.indices(structure, tensor, axis) for axis in range(len(structure.shapes[tensor]))]
 
-    def to_dict(self, structure: Structure) -> dict[str, object]:
-        """As plain numbers."""
+    def to_dict(self, structure: Structure, attributes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """As plain numbers, with the base's values of attributes that have changed."""
         named = {stream.name: mask for stream, mask in zip(structure.streams, self.streams, strict=True)}
         return {
             "fingerprint": structure.fingerprint,
             "streams": {name: np.flatnonzero(mask).tolist() for name, mask in named.items()},
             "writers": {name: np.flatnonzero(mask).tolist() for name, mask in self.writers.items()},
+            "attributes": attributes,
         }
 
 

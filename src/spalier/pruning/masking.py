@@ -6,6 +6,7 @@ mask means removal: the mean is taken over what is left.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,9 +29,18 @@ Read = Callable[[str], Tensor]
 
 @torch.no_grad()
 def masked_outputs(structure: Structure, read: Read, before: Kept, after: Kept) -> list[Any]:
-    """What the masked network returns for the example, as a flat list."""
+    """What the masked network returns for the example, as a flat list.
+
+    A weight that is divided by its own norm has no zero rows: where zeros lead to NaN, what writes a channel stays as
+    it is, and what reads it is masked alone.
+    """
     assert structure.captured is not None
-    return _Run(structure, structure.captured, read, before, after).outputs()
+    run = _Run(structure, structure.captured, read, before, after)
+    outputs = run.outputs()
+    if any(isinstance(x, Tensor) and not torch.isfinite(x).all() for x in outputs):
+        run.only = {(m.tensor, m.axis) for s in structure.streams for m in s.members if m.role == "reader"}
+        outputs = run.outputs()
+    return outputs
 
 
 @torch.no_grad()
@@ -51,9 +61,11 @@ class _Run:
         self.before, self.after = before, after
         signature = captured.program.graph_signature
         self.owners = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-        self.statistics = {statistic.node: statistic for statistic in captured.found.statistics}
+        self.statistics = {statistic.node: statistic for statistic in captured.walk.found.statistics}
         self.seen: dict[Node, Any] = {}
         self.watched: set[Node] = set()
+        self.only: set[tuple[str, int]] | None = None
+        """The axes that are masked; None for all."""
 
     def outputs(self) -> list[Any]:
         program = self.captured.program
@@ -116,9 +128,12 @@ class _Run:
         was, left = (kept.of(self.structure, first) for kept in (self.before, self.after))
         if all(mask.all() for mask in left):
             return value
-        full = value.new_zeros(self.structure.shapes[first])
+        shape = self.structure.shapes[first]
+        full = value.new_zeros(shape) if self.only is None else _anything(value, shape)
         full[np.ix_(*was)] = value
         for axis, mask in enumerate(left):
+            if self.only is not None and (first, axis) not in self.only:
+                continue
             full.index_fill_(axis, torch.from_numpy(np.flatnonzero(~mask)).to(full.device), 0)
         return full
 
@@ -132,6 +147,13 @@ class _Run:
             dims = [len(mask) if a == axis else 1 for a in range(value.dim())]
             left = left * mask.to(left).view(dims)
         return left
+
+
+def _anything(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Values for rows that nothing reads any more, unlike each other so that they can be standardised."""
+    if not like.is_floating_point():
+        return like.new_zeros(shape)
+    return torch.arange(math.prod(shape), device=like.device).view(shape).sin().to(like.dtype)
 
 
 def _statistic(node: Node, args: Any, left: Tensor) -> Tensor:

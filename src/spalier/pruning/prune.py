@@ -16,7 +16,7 @@ from spalier.adapters.changes import Changes
 from spalier.adapters.forward import updates
 from spalier.errors import PlanError, PruneError
 from spalier.pruning.attributes import Resize, resized
-from spalier.pruning.compare import first_difference, is_close
+from spalier.pruning.compare import first_difference, is_close, tolerance
 from spalier.pruning.cuts import Cutter, Owner, check_optimizers, cut_optimizers_, cuts_of, owners_of
 from spalier.pruning.kept import MARK, Kept, after, kept_of
 from spalier.pruning.masking import masked_outputs
@@ -96,14 +96,14 @@ def apply_(net: nn.Module, structure: Structure, cutter: Cutter, before: Kept, l
     owners = owners_of(net, structure.names)
     for name, indices in cuts.items():
         cutter.cut_(owners[name], indices)
-    _resize_(net, structure, cutter.changes, {n: (owners[n], i) for n, i in cuts.items()}, before, left)
+    attributes = _resize_(net, structure, cutter.changes, {n: (owners[n], i) for n, i in cuts.items()}, left)
     for writer in structure.writers:
         had, has = writer.name in before.writers, writer.name in left.writers
         if had or has:
             stream = left.streams[writer.stream]
             own = left.writers[writer.name][stream] if has else None
             set_spread_(cutter.changes, net.get_submodule(writer.module), own, writer.axis)
-    cutter.changes.set_(net, "", MARK, left.to_dict(structure))
+    cutter.changes.set_(net, "", MARK, left.to_dict(structure, attributes))
 
 
 def _resize_(
@@ -111,33 +111,35 @@ def _resize_(
     structure: Structure,
     changes: Changes,
     cuts: Mapping[str, tuple[list[Owner], Any]],
-    before: Kept,
     left: Kept,
-) -> None:
+) -> dict[str, dict[str, Any]]:
+    """Let attributes follow; what they were in the base."""
     kept: dict[nn.Module, dict[str, Any]] = {}
     for places, indices in cuts.values():
         for owner in places:
             kept.setdefault(owner.module, {})[owner.key] = indices
     extents: dict[nn.Module, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     for extent in structure.extents:
-        sizes = extent.left(before.streams), extent.left(left.streams)
-        if sizes[0] != sizes[1]:
-            extents.setdefault(net.get_submodule(extent.module), []).append(sizes)
-    touched = list(dict.fromkeys([*kept, *extents]))
-    around = [m for m in net.modules() if isinstance(m, _AROUND_ATTENTION) and set(m.modules()) & set(touched)]
-    for module in dict.fromkeys([*touched, *_parents(net, touched), *around]):
-        resize = Resize(kept.get(module, {}), tuple(extents.get(module, ())))
-        for key, value in resized(module, resize).items():
-            changes.set_(module, "", key, value)
+        extents.setdefault(net.get_submodule(extent.module), []).append((extent.sizes, extent.left(left.streams)))
+    noted = (net.__dict__.get(MARK) or {}).get("attributes", {})
+    base: dict[str, dict[str, Any]] = {path: dict(values) for path, values in noted.items()}
+    touched = {*kept, *extents}
+    for path, module in net.named_modules():
+        if module in touched or _is_around_attention(module, touched):
+            resize = Resize(kept.get(module, {}), tuple(extents.get(module, ())), base.get(path, {}))
+            for key, value in resized(module, resize).items():
+                if isinstance(value, int | tuple) and key in module.__dict__:
+                    base.setdefault(path, {}).setdefault(key, module.__dict__[key])
+                changes.set_(module, "", key, value)
+    return base
 
 
-_AROUND_ATTENTION = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
-
-
-def _parents(net: nn.Module, touched: Iterable[nn.Module]) -> list[nn.Module]:
-    """Attention whose output projection alone was cut."""
-    chosen = set(touched)
-    return [m for m in net.modules() if isinstance(m, nn.MultiheadAttention) and m.out_proj in chosen]
+def _is_around_attention(module: nn.Module, touched: set[nn.Module]) -> bool:
+    """Attention whose output projection was cut, and layers with a fast path that knows nothing of it."""
+    if isinstance(module, nn.MultiheadAttention):
+        return module.out_proj in touched
+    encoders = nn.TransformerEncoderLayer, nn.TransformerEncoder
+    return isinstance(module, encoders) and not touched.isdisjoint(module.modules())
 
 
 def _parameters(owners: Mapping[str, list[Owner]], names: Iterable[str]) -> list[Tensor]:
@@ -184,7 +186,7 @@ def _verify(
     with in_eval_mode(net):
         try:
             found = tree_leaves(net(*args, **kwargs))
-            if is_close(found, wanted):
+            if is_close(found, wanted, tolerance(structure.captured)):
                 return
         except Exception as error:  # whatever the network's own code raises
             failure = error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,8 +24,8 @@ from spalier.structure.writers import free_writers
 Freeze = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 
 
-def find(net: nn.Module, example: Any, freeze: Freeze = None, frozen: dict[str, str] | None = None) -> Structure:
-    """The structure of a network; ``frozen`` names tensors that must stay, and why."""
+def find(net: nn.Module, example: Any, freeze: Freeze = None) -> Structure:
+    """The structure of a network, as its graph has it."""
     program = capture(net, example)
     tensors = tensors_of(net)
     names = first_names(tensors)
@@ -32,28 +33,32 @@ def find(net: nn.Module, example: Any, freeze: Freeze = None, frozen: dict[str, 
     inputs = _inputs(walk, program, tensors, names)
     _freeze_chosen(walk, net, freeze, inputs)
     walk.run(program.graph_module, inputs)
-    return structure_of(net, program, example, walk, names, {n: tuple(t.shape) for n, t in tensors.items()})
-
-
-def structure_of(
-    net: nn.Module,
-    program: ExportedProgram,
-    example: Any,
-    walk: Walk,
-    names: dict[str, str],
-    shapes: dict[str, tuple[int, ...]],
-) -> Structure:
-    """Make streams of what a walk has recorded."""
     assembly = assemble(walk.labels, walk.labels.resolved(), walk.found.roles)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    mark = fingerprint(net, example, freeze)
+    return _structure(net, mark, shapes, names, Captured(program, example, walk, assembly))
+
+
+def without(net: nn.Module, structure: Structure, refused: dict[int, str]) -> Structure:
+    """The same structure where these streams are frozen too, and why."""
+    assert structure.captured is not None
+    captured = replace(structure.captured, assembly=structure.captured.assembly.without(refused))
+    return _structure(net, structure.fingerprint, structure.shapes, structure.names, captured)
+
+
+def _structure(
+    net: nn.Module, mark: str, shapes: dict[str, tuple[int, ...]], names: dict[str, str], captured: Captured
+) -> Structure:
+    walk, assembly = captured.walk, captured.assembly
     return Structure(
-        fingerprint(net, example),
+        mark,
         shapes,
         names,
         tuple(assembly.streams),
         tuple(assembly.frozen),
-        tuple(free_writers(net, program, walk.found, assembly, names)),
+        tuple(free_writers(net, captured.program, walk.found, assembly, names)),
         tuple(_extents(walk, assembly)),
-        Captured(program, example, walk.found, assembly),
+        captured,
     )
 
 
@@ -123,6 +128,9 @@ def _extents(walk: Walk, assembly: Assembly) -> list[Extent]:
         Extent(where, sizes, tuple(assembly.placed([labels]) for labels in factors))
         for (where, sizes), factors in walk.splits.items()
     ]
+    for (where, size), several in walk.sized.items():
+        different = {tuple(map(id, fields)): fields for fields in several}
+        found += [Extent(where, (size,), (assembly.placed(fields),)) for fields in different.values()]
     for statistic in walk.found.statistics:
         axes = sorted(statistic.fields)
         sizes = tuple(len(statistic.fields[axis][0]) for axis in axes)

@@ -15,7 +15,7 @@ VERSION = 1
 """Rises whenever the same network would be given another structure."""
 
 
-def fingerprint(net: nn.Module, example: Any) -> str:
+def fingerprint(net: nn.Module, example: Any, freeze: Any = None) -> str:
     """Equal for networks of the same architecture, whatever their weights and adapters.
 
     >>> a, b = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -23,7 +23,8 @@ def fingerprint(net: nn.Module, example: Any) -> str:
     >>> fingerprint(a, x) == fingerprint(b, x) != fingerprint(nn.Linear(4, 5), x)
     True
     """
-    digest = hashlib.sha256(f"{VERSION} {torch.__version__}".encode())
+    asked = freeze if isinstance(freeze, str | list | tuple | None) else freeze.__code__.co_code
+    digest = hashlib.sha256(f"{VERSION} {torch.__version__} {asked!r}".encode())
     seen: set[type] = set()
     for path, module in net.named_modules():
         if isinstance(module, Update):

@@ -36,6 +36,7 @@ def reshape(walk: Walk, node: Node) -> Result:
     for axis, place in kept.items():
         if place is not None:
             out.fields[place] = value.fields[axis] + out.fields.get(place, [])
+    walk.note_sizes(out, walk.where(node))
     return out
 
 
@@ -74,6 +75,7 @@ def channel_shuffle(walk: Walk, node: Node) -> Result:
     """Seen as (groups, channels), transposed."""
     value, groups = walk.value(node.args[0]), node.args[1]
     rows, columns = walk.split(value.on(1), (groups, value.shape[1] // groups), walk.where(node))  # type: ignore[operator,arg-type]
+    walk.freeze(rows)  # their number is a setting
     fields = dict(value.fields)
     per_group = value.shape[1] // groups  # type: ignore[operator]
     fields[1] = [np.tile(r, per_group) for r in rows] + [np.repeat(c, groups) for c in columns]  # type: ignore[call-overload]
@@ -150,7 +152,10 @@ def split(walk: Walk, node: Node) -> Result:
         walk.freeze(rows)
     else:
         walk.freeze(value.on(axis))
-    return [Value(shape, {**others, axis: columns}, value.sources) for shape in shapes]
+    parts = [Value(shape, {**others, axis: columns}, value.sources) for shape in shapes]
+    for each in (value, *parts):
+        walk.note_sizes(Value(each.shape, {axis: each.on(axis)}), walk.where(node))
+    return list(parts)
 
 
 @rule("slice")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -90,17 +90,40 @@ class Assembly:
     resolved: Resolved
     units: dict[int, tuple[int, int]]
     """For each atom, its stream and unit."""
+    _known: dict[int, list[tuple[int, Ints]]] = field(default_factory=dict, repr=False)
 
     def placed(self, fields: Sequence[Ints]) -> Placed:
         """The units along an axis that has these fields."""
         arrays: dict[int, Ints] = {}
         for labels in fields:
-            for index in np.flatnonzero(labels != NONE):
-                for atom in self.resolved.atoms(labels[index : index + 1])[0]:
-                    if atom in self.units:
-                        stream, unit = self.units[atom]
-                        arrays.setdefault(stream, np.full(len(labels), NONE))[index] = unit
+            for stream, units in self._placed(labels):
+                taken = arrays.setdefault(stream, np.full(len(labels), NONE))
+                arrays[stream] = np.where(units == NONE, taken, units)
         return tuple(sorted(arrays.items(), key=lambda item: item[0]))
+
+    def _placed(self, labels: Ints) -> list[tuple[int, Ints]]:
+        key = id(labels)  # fields live as long as the walk that made them
+        if key not in self._known:
+            index = np.flatnonzero(labels != NONE)
+            roots = self.resolved.root[labels[index]]
+            arrays: dict[int, Ints] = {}
+            for position, atoms in zip(index, self.resolved.atoms(roots), strict=True):
+                for stream, unit in (self.units[atom] for atom in atoms if atom in self.units):
+                    arrays.setdefault(stream, np.full(len(labels), NONE))[position] = unit
+            self._known[key] = list(arrays.items())
+        return self._known[key]
+
+    def without(self, refused: dict[int, str]) -> Assembly:
+        """The same without some streams, which are frozen now, and why."""
+        kept = [number for number in range(len(self.streams)) if number not in refused]
+        renumbered = {old: new for new, old in enumerate(kept)}
+        units = {a: (renumbered[s], u) for a, (s, u) in self.units.items() if s in renumbered}
+        frozen = [
+            Frozen(m.tensor, m.axis, int((m.units != NONE).sum()), len(m.units), reason)
+            for number, reason in refused.items()
+            for m in self.streams[number].members
+        ]
+        return Assembly([self.streams[n] for n in kept], self.frozen + frozen, self.resolved, units)
 
 
 def present(placed: Placed, size: int, keep: Sequence[npt.NDArray[np.bool_]]) -> npt.NDArray[np.bool_]:

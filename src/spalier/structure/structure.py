@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 
 from spalier._table import table
 from spalier.structure.streams import Assembly, Frozen, Placed, Stream, present
-from spalier.structure.walk import Findings
+from spalier.structure.walk import Walk
 from spalier.structure.writers import FreeWriter
 
 Mask = npt.NDArray[np.bool_]
@@ -39,7 +39,7 @@ class Captured:
 
     program: ExportedProgram
     example: Any
-    found: Findings
+    walk: Walk
     assembly: Assembly
 
 

@@ -50,6 +50,10 @@ class Meeting:
         """What is being looked at: the operation and its line."""
         self.splits: dict[tuple[str, tuple[int, ...]], list[Ints]] = {}
         """How a module's code splits axes: its path, the sizes, and the labels along each."""
+        self.sized: dict[tuple[str, int], list[list[Ints]]] = {}
+        """Axes whose sizes a module's code may hold: its path, the size, and the fields."""
+        self.views: dict[tuple[str, tuple[int, ...]], list[Value]] = {}
+        """What views make, by the path of the module that asks for them and their shape."""
 
     def meet(self, sides: Sequence[list[Ints] | None]) -> list[Ints]:
         """Axes that run in parallel: their labels are one. None is an axis without any, where all others must stay."""
@@ -113,6 +117,13 @@ class Meeting:
             for new, found in self._straight(result, where):
                 out.fields.setdefault(new, []).append(found)
         return out
+
+    def note_sizes(self, value: Value, where: str) -> None:
+        """A module's code may hold the sizes of these axes."""
+        self.views.setdefault((where, value.shape), []).append(value)
+        for axis, fields in value.fields.items():
+            if fields:
+                self.sized.setdefault((where, value.shape[axis]), []).append(fields)
 
     def _straight(self, array: Tensor, where: str | None) -> list[tuple[int, Ints]]:
         """Fields along one axis each that say the same as an array of labels."""

@@ -1,0 +1,180 @@
+"""Try on a twin without values whether a network's own code follows when channels go.
+
+The graph shows which channels belong together. It does not show whether the code that made it would run with fewer: a view may be
+written with a constant, or with the width of another tensor. A twin on the meta device, which computes shapes alone, tells.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from spalier.adapters.attachment import MARK
+from spalier.adapters.changes import Changes
+from spalier.pruning.cuts import Cutter
+from spalier.pruning.kept import Kept, kept_of
+from spalier.pruning.prune import apply_
+from spalier.structure.capture import arguments, as_base, in_eval_mode
+from spalier.structure.structure import Extent, Mask, Structure
+from spalier.structure.values import Value
+
+
+def unfollowed(net: nn.Module, structure: Structure) -> dict[int, str]:
+    """The streams that the network's code cannot lose channels of, and why."""
+    assert structure.captured is not None
+    probe = _Probe(net, structure)
+    if probe.fails(()) is not None:  # it needs values to run; `prune_` will compare them
+        return {}
+    refused: dict[int, str] = {}
+    alone: dict[int, str | None] = {}
+    left = list(range(len(structure.streams)))
+    for share in (0.0, 0.4):  # one unit of each; then many, so that sizes which happened to fit do so no more
+        while (failure := probe.fails(left, share)) is not None:
+            place, reason = failure
+            suspects = _suspects(structure, left, place)
+            for number in suspects:
+                if number not in alone:
+                    found = probe.fails([number])
+                    alone[number] = None if found is None else found[1]
+            bad = {number: why for number in suspects if (why := alone[number]) is not None}
+            refused |= bad or {n: reason for n in _too_many(probe, structure, suspects, share)}
+            left = [number for number in left if number not in refused]
+    return refused
+
+
+def _too_many(probe: _Probe, structure: Structure, suspects: list[int], share: float) -> list[int]:
+    """Of streams that fail together though none fails alone, those that are left over once the largest are taken."""
+    taken: list[int] = []
+    for number in sorted(suspects, key=lambda n: -structure.streams[n].size):
+        if probe.fails([*taken, number], share) is None:
+            taken.append(number)
+    return [n for n in suspects if n not in taken] or suspects
+
+
+def _suspects(structure: Structure, left: Iterable[int], place: str) -> list[int]:
+    """The streams that have to do with a module; if none has, all."""
+    inside = f"{place}." if place else ""
+    chosen = [
+        number
+        for number in left
+        if any(member.tensor.startswith(inside) for member in structure.streams[number].members)
+        or any(
+            extent.module == place and any(number == stream for placed in extent.placed for stream, _ in placed)
+            for extent in structure.extents
+        )
+    ]
+    return chosen or list(left)
+
+
+class _Probe:
+    """A twin on the meta device, cut and mended again and again."""
+
+    def __init__(self, net: nn.Module, structure: Structure) -> None:
+        assert structure.captured is not None
+        self.structure = structure
+        self.twin = _twin(net)
+        self.example = tree_map_only(Tensor, lambda t: t.to("meta"), structure.captured.example)
+        self.running: list[str] = []
+        for path, module in self.twin.named_modules():
+            module.register_forward_pre_hook(partial(_enter, self.running, path))
+            module.register_forward_hook(partial(_leave, self.running))
+        self.captured = structure.captured
+        self.whole: _Shapes | None = None
+
+    def fails(self, streams: Iterable[int], share: float = 0.0) -> tuple[str, str] | None:
+        """Take a share of units, at least one, out of each of these; where the twin fails, and how, or None."""
+        before = kept_of(self.twin, self.structure)
+        masks = [mask.copy() for mask in before.streams]
+        for number in streams:
+            size = len(masks[number])
+            masks[number][size - max(1, min(size - 1, round(size * share))) :] = False
+        changes = Changes()
+        try:
+            apply_(self.twin, self.structure, Cutter(None, changes), before, Kept(tuple(masks), {}))
+            return self._run(masks)
+        finally:
+            changes.undo_()
+
+    def _run(self, masks: list[Mask]) -> tuple[str, str] | None:
+        args, kwargs = arguments(self.example)
+        self.running.clear()
+        shapes = _Shapes(self.running)
+        try:
+            with in_eval_mode(self.twin), torch.no_grad(), torch.device("meta"), shapes:
+                out = tree_leaves(self.twin(*args, **kwargs))
+        except Exception as error:
+            place = self.running[-1] if self.running else ""
+            line = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
+            return place, f"the code of {place or 'the network itself'} does not follow: {line}"
+        shapes.outputs = [tuple(x.shape) for x in out if isinstance(x, Tensor)]
+        if self.whole is None:
+            self.whole = shapes
+        return self._misfit(self.whole, shapes, masks)
+
+    def _misfit(self, whole: _Shapes, cut: _Shapes, masks: list[Mask]) -> tuple[str, str] | None:
+        """Where a view has not become what the structure says: a fixed number of heads or groups."""
+        if cut.outputs != whole.outputs or len(cut.views) != len(whole.views):
+            return "", "the network computes something else where channels go"
+        for (place, was), (_, now) in zip(whole.views, cut.views, strict=True):
+            made = self.captured.walk.views.get((place, was))
+            if made and now not in [self._left(value, masks) for value in made]:
+                return place, f"the code of {place or 'the network itself'} splits channels by a fixed number"
+        return None
+
+    def _left(self, value: Value, masks: list[Mask]) -> tuple[int, ...]:
+        placed = [self.captured.assembly.placed(value.on(axis)) for axis in range(len(value.shape))]
+        return Extent("", value.shape, tuple(placed)).left(masks)
+
+
+class _Shapes(TorchDispatchMode):
+    """Notes the shape that every view makes, and the module that asks for it."""
+
+    def __init__(self, running: list[str]) -> None:
+        super().__init__()
+        self.running = running
+        self.views: list[tuple[str, tuple[int, ...]]] = []
+        self.outputs: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _VIEWS:
+            self.views.append((self.running[-1], tuple(out.shape)))
+        return out
+
+
+_VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+
+
+def _enter(running: list[str], path: str, module: nn.Module, args: Any) -> None:
+    running.append(path)
+
+
+def _leave(running: list[str], module: nn.Module, args: Any, output: Any) -> None:
+    running.pop()
+
+
+def _twin(net: nn.Module) -> nn.Module:
+    """The same modules with tensors that have shapes alone."""
+    memo: dict[int, Any] = {}
+    for tensor in (*net.parameters(), *net.buffers()):
+        meta = tensor.detach().to("meta")
+        memo[id(tensor)] = nn.Parameter(meta, False) if isinstance(tensor, nn.Parameter) else meta
+    if MARK in net.__dict__:
+        memo[id(net.__dict__[MARK])] = "not copied"
+    with as_base(net):
+        twin = copy.deepcopy(net, memo)
+    for module in twin.modules():
+        module.__dict__.pop(MARK, None)
+        for key, value in module.__dict__.items():
+            if isinstance(value, Tensor):
+                module.__dict__[key] = value.to("meta")
+    return twin
+
+
