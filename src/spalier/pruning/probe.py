@@ -85,6 +85,8 @@ class _Probe:
         for path, module in self.twin.named_modules():
             module.register_forward_pre_hook(partial(_enter, self.running, path))
             module.register_forward_hook(partial(_leave, self.running))
+        kind = nn.MultiheadAttention  # runs another forward once it is cut, with views of its own
+        self.replaced = {path for path, module in self.twin.named_modules() if isinstance(module, kind)}
         self.captured = structure.captured
         self.whole: _Shapes | None = None
 
@@ -105,7 +107,7 @@ class _Probe:
     def _run(self, masks: list[Mask]) -> tuple[str, str] | None:
         args, kwargs = arguments(self.example)
         self.running.clear()
-        shapes = _Shapes(self.running)
+        shapes = _Shapes(self.running, self.replaced)
         try:
             with in_eval_mode(self.twin), torch.no_grad(), torch.device("meta"), shapes:
                 out = tree_leaves(self.twin(*args, **kwargs))
@@ -136,15 +138,15 @@ class _Probe:
 class _Shapes(TorchDispatchMode):
     """Notes the shape that every view makes, and the module that asks for it."""
 
-    def __init__(self, running: list[str]) -> None:
+    def __init__(self, running: list[str], skipped: set[str]) -> None:
         super().__init__()
-        self.running = running
+        self.running, self.skipped = running, skipped
         self.views: list[tuple[str, tuple[int, ...]]] = []
         self.outputs: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in _VIEWS:
+        if func in _VIEWS and self.running[-1] not in self.skipped:
             self.views.append((self.running[-1], tuple(out.shape)))
         return out
 
