@@ -1,0 +1,8 @@
+"""Take channels out of a network physically, and prove that nothing else has changed."""
+
+from spalier.pruning.attributes import Resize, resizes
+from spalier.pruning.kept import kept_units
+from spalier.pruning.plan import Plan
+from spalier.pruning.prune import prune_
+
+__all__ = ["Plan", "Resize", "kept_units", "prune_", "resizes"]

@@ -81,7 +81,7 @@ class Cutter:
         """Cut one tensor wherever it sits, and the update of it."""
         tensor: Tensor = getattr(owners[0].module, owners[0].place)[owners[0].key]
         self._cut_updates_of(owners, tensor, indices)
-        small = cut(tensor.detach(), indices)
+        small = self._cut(tensor.detach(), indices)
         if isinstance(tensor, nn.Parameter) and (self._attachment is None or id(tensor) in self._copies):
             self._shrink_(tensor, small, indices)
             return
@@ -89,6 +89,9 @@ class Cutter:
         self.sliced[tensor] = (new, indices)
         for owner in owners:
             self.changes.set_(owner.module, owner.place, owner.key, new)
+
+    def _cut(self, tensor: Tensor, indices: Indices) -> Tensor:
+        return cut(tensor, indices)
 
     def _shrink_(self, parameter: nn.Parameter, small: Tensor, indices: Indices) -> None:
         """Keep the parameter itself, so that whoever trains it goes on with it."""
@@ -109,7 +112,7 @@ class Cutter:
         first, second = (np.arange(n) if i is None else i for n, i in zip(shape[:2], indices[:2], strict=True))
         geometry, outputs, inputs = update.geometry.cut(first, second)
         for parameter, kept in update.cuts(outputs, inputs):
-            self._shrink_(parameter, cut(parameter.detach(), kept), kept)
+            self._shrink_(parameter, self._cut(parameter.detach(), kept), kept)
         for key, value in update.narrowed(geometry, outputs, inputs).items():
             place = "_buffers" if isinstance(value, Tensor) else ""
             self.changes.set_(update, place, key, value)

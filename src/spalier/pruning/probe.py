@@ -1,27 +1,30 @@
 """Try on a twin without values whether a network's own code follows when channels go.
 
 The graph shows which channels belong together. It does not show whether the code that made it would run with fewer: a view may be
-written with a constant, or with the width of another tensor. A twin on the meta device, which computes shapes alone, tells.
+written with a constant, or with the width of another tensor. A twin of fake tensors, which computes shapes alone, tells.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spalier.adapters.attachment import MARK
 from spalier.adapters.changes import Changes
-from spalier.pruning.cuts import Cutter
+from spalier.pruning.cuts import Cutter, Indices
 from spalier.pruning.kept import Kept, kept_of
 from spalier.pruning.prune import apply_
-from spalier.structure.capture import arguments, as_base, in_eval_mode
+from spalier.structure.capture import arguments, as_base, in_eval_mode, on_device_of
 from spalier.structure.structure import Extent, Mask, Structure
 from spalier.structure.values import Value
 
@@ -29,31 +32,46 @@ from spalier.structure.values import Value
 def unfollowed(net: nn.Module, structure: Structure) -> dict[int, str]:
     """The streams that the network's code cannot lose channels of, and why."""
     assert structure.captured is not None
-    probe = _Probe(net, structure)
+    with _quiet():
+        return _unfollowed(_Probe(net, structure), structure)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """PyTorch logs what fails on fake tensors; here that is an answer."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _unfollowed(probe: _Probe, structure: Structure) -> dict[int, str]:
     if probe.fails(()) is not None:  # it needs values to run; `prune_` will compare them
         return {}
     refused: dict[int, str] = {}
     alone: dict[int, str | None] = {}
     left = list(range(len(structure.streams)))
-    for share in (0.0, 0.4):  # one unit of each; then many, so that sizes which happened to fit do so no more
-        while (failure := probe.fails(left, share)) is not None:
-            place, reason = failure
-            suspects = _suspects(structure, left, place)
-            for number in suspects:
-                if number not in alone:
-                    found = probe.fails([number])
-                    alone[number] = None if found is None else found[1]
-            bad = {number: why for number in suspects if (why := alone[number]) is not None}
-            refused |= bad or {n: reason for n in _too_many(probe, structure, suspects, share)}
-            left = [number for number in left if number not in refused]
+    while (failure := probe.fails(left)) is not None:
+        place, reason = failure
+        suspects = _suspects(structure, left, place)
+        for number in suspects:
+            if number not in alone:
+                found = probe.fails([number])
+                alone[number] = None if found is None else found[1]
+        bad = {number: why for number in suspects if (why := alone[number]) is not None}
+        refused |= bad or {n: reason for n in _too_many(probe, structure, suspects)}
+        left = [number for number in left if number not in refused]
     return refused
 
 
-def _too_many(probe: _Probe, structure: Structure, suspects: list[int], share: float) -> list[int]:
+def _too_many(probe: _Probe, structure: Structure, suspects: list[int]) -> list[int]:
     """Of streams that fail together though none fails alone, those that are left over once the largest are taken."""
     taken: list[int] = []
     for number in sorted(suspects, key=lambda n: -structure.streams[n].size):
-        if probe.fails([*taken, number], share) is None:
+        if probe.fails([*taken, number]) is None:
             taken.append(number)
     return [n for n in suspects if n not in taken] or suspects
 
@@ -74,13 +92,14 @@ def _suspects(structure: Structure, left: Iterable[int], place: str) -> list[int
 
 
 class _Probe:
-    """A twin on the meta device, cut and mended again and again."""
+    """A twin that computes shapes alone, cut and mended again and again."""
 
     def __init__(self, net: nn.Module, structure: Structure) -> None:
         assert structure.captured is not None
         self.structure = structure
-        self.twin = _twin(net)
-        self.example = tree_map_only(Tensor, lambda t: t.to("meta"), structure.captured.example)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.twin = _twin(net, self.mode)
+        self.example = tree_map_only(Tensor, self.mode.from_tensor, on_device_of(net, structure.captured.example))
         self.running: list[str] = []
         for path, module in self.twin.named_modules():
             module.register_forward_pre_hook(partial(_enter, self.running, path))
@@ -90,17 +109,19 @@ class _Probe:
         self.captured = structure.captured
         self.whole: _Shapes | None = None
 
-    def fails(self, streams: Iterable[int], share: float = 0.0) -> tuple[str, str] | None:
-        """Take a share of units, at least one, out of each of these; where the twin fails, and how, or None."""
+    def fails(self, streams: Iterable[int]) -> tuple[str, str] | None:
+        """Take units out of each of these, more of some than of others; where the twin fails, and how, or None."""
         before = kept_of(self.twin, self.structure)
         masks = [mask.copy() for mask in before.streams]
         for number in streams:
             size = len(masks[number])
-            masks[number][size - max(1, min(size - 1, round(size * share))) :] = False
+            gone = 1 + number % max(1, size // 3)  # sizes that happen to fit should not do so everywhere
+            masks[number][size - gone :] = False
         changes = Changes()
         try:
-            apply_(self.twin, self.structure, Cutter(None, changes), before, Kept(tuple(masks), {}))
-            return self._run(masks)
+            with self.mode:
+                apply_(self.twin, self.structure, _FakeCutter(None, changes), before, Kept(tuple(masks), {}))
+                return self._run(masks)
         finally:
             changes.undo_()
 
@@ -109,7 +130,7 @@ class _Probe:
         self.running.clear()
         shapes = _Shapes(self.running, self.replaced)
         try:
-            with in_eval_mode(self.twin), torch.no_grad(), torch.device("meta"), shapes:
+            with in_eval_mode(self.twin), torch.no_grad(), shapes:
                 out = tree_leaves(self.twin(*args, **kwargs))
         except Exception as error:
             place = self.running[-1] if self.running else ""
@@ -133,6 +154,14 @@ class _Probe:
     def _left(self, value: Value, masks: list[Mask]) -> tuple[int, ...]:
         placed = [self.captured.assembly.placed(value.on(axis)) for axis in range(len(value.shape))]
         return Extent("", value.shape, tuple(placed)).left(masks)
+
+
+class _FakeCutter(Cutter):
+    """Where there are no values, only sizes change."""
+
+    def _cut(self, tensor: Tensor, indices: Indices) -> Tensor:
+        sizes = [n if index is None else len(index) for n, index in zip(tensor.shape, indices, strict=False)]
+        return tensor.new_empty([*sizes, *tensor.shape[len(sizes) :]])
 
 
 class _Shapes(TorchDispatchMode):
@@ -162,12 +191,13 @@ def _leave(running: list[str], module: nn.Module, args: Any, output: Any) -> Non
     running.pop()
 
 
-def _twin(net: nn.Module) -> nn.Module:
+def _twin(net: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """The same modules with tensors that have shapes alone."""
     memo: dict[int, Any] = {}
     for tensor in (*net.parameters(), *net.buffers()):
-        meta = tensor.detach().to("meta")
-        memo[id(tensor)] = nn.Parameter(meta, False) if isinstance(tensor, nn.Parameter) else meta
+        with mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        memo[id(tensor)] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
     if MARK in net.__dict__:
         memo[id(net.__dict__[MARK])] = "not copied"
     with as_base(net):
@@ -176,7 +206,7 @@ def _twin(net: nn.Module) -> nn.Module:
         module.__dict__.pop(MARK, None)
         for key, value in module.__dict__.items():
             if isinstance(value, Tensor):
-                module.__dict__[key] = value.to("meta")
+                module.__dict__[key] = mode.from_tensor(value)
     return twin
 
 

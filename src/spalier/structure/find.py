@@ -54,6 +54,7 @@ def _structure(
         mark,
         shapes,
         names,
+        frozenset(names[name] for name, tensor in tensors_of(net).items() if isinstance(tensor, nn.Parameter)),
         tuple(assembly.streams),
         tuple(assembly.frozen),
         tuple(free_writers(net, captured.program, walk.found, assembly, names)),

@@ -13,6 +13,7 @@ Every fact only ever takes freedom away, so adding one that is not needed prunes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -85,23 +86,40 @@ class Resolved:
     """The smallest label that each is one with."""
     reasons: dict[int, str]
     """Why a root must stay."""
-    members: dict[int, tuple[int, ...]]
-    """The roots that a root is made of, where a rule says so."""
+    made: Ints
+    """The roots that rules make of others."""
+    members: Ints
+    """The roots that each of these is gone with, (most, roots), filled up with NONE; none of them is made of others."""
 
-    def atoms(self, labels: Ints) -> list[tuple[int, ...]]:
-        """For each label, the free roots that it is gone with; none where it must stay."""
-        known: dict[int, tuple[int, ...]] = {}
-        return [self._atoms(int(label), known) for label in labels]
+    def atoms(self, labels: Ints) -> tuple[Ints, Ints]:
+        """The free roots that labels are gone with: positions in ``labels``, and the root at each; a label that is made
+        of several has several, one that must stay has none."""
+        roots = np.where(labels == NONE, len(self.root), self.root[np.maximum(labels, 0)])
+        counts = self._counts[roots]
+        starts = np.repeat(self._starts[roots] - np.cumsum(counts) + counts, counts)
+        positions = np.repeat(np.arange(len(labels)), counts)
+        return positions, self._flat[starts + np.arange(len(positions))]
 
-    def _atoms(self, label: int, known: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
-        root = int(self.root[label])
-        if root not in known:
-            if root in self.members:
-                inner = (self._atoms(m, known) for m in self.members[root])
-                known[root] = tuple(sorted({atom for atoms in inner for atom in atoms}))
-            else:
-                known[root] = () if root in self.reasons else (root,)
-        return known[root]
+    @cached_property
+    def _counts(self) -> Ints:
+        """How many atoms each root has; the last entry is for what has no label."""
+        counts = np.append(np.ones(len(self.root), np.int64), 0)
+        counts[list(self.reasons)] = 0
+        counts[self.made] = (self.members != NONE).sum(0)
+        return counts
+
+    @cached_property
+    def _starts(self) -> Ints:
+        return np.concatenate([[0], np.cumsum(self._counts)[:-1]])
+
+    @cached_property
+    def _flat(self) -> Ints:
+        """The atoms of all roots, one after the other."""
+        flat = np.repeat(np.arange(len(self._counts)), self._counts)
+        counts = self._counts[self.made]
+        places = np.repeat(self._starts[self.made] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        flat[places] = self.members.T[self.members.T != NONE]
+        return flat
 
 
 class _Resolution:
@@ -133,10 +151,11 @@ class _Resolution:
             live = self._live(members)
             if self._follow(labels, members, live):
                 continue
-            found = self._members(labels, members, live)
-            circle = _circle(found)
-            if not circle:
-                return Resolved(self.root, self._reasons(), found)
+            made, table = self._members(labels, members, live)
+            expanded = _expanded(made, table, len(self.root))
+            if expanded is not None:
+                return Resolved(self.root, self._reasons(), made, expanded)
+            circle = _circle({int(m): tuple(row[row != NONE]) for m, row in zip(made, table.T, strict=True)})
             self._merge(np.array(circle[:-1]), np.array(circle[1:]))  # each is gone with the next: all are one
 
     def _flat_rules(self) -> tuple[Ints, Ints]:
@@ -228,14 +247,28 @@ class _Resolution:
         roots = np.flatnonzero((self.root == np.arange(len(self.root))) & (self.reason >= 0))
         return {int(root): self.texts[self.reason[root]] for root in roots}
 
-    def _members(
-        self, labels: Ints, members: Ints, live: npt.NDArray[np.bool_]
-    ) -> dict[int, tuple[int, ...]]:
-        found = {}
-        roots = self.root[np.maximum(members, 0)]
-        for index in np.flatnonzero(live.sum(0) > 1):
-            found[int(self.root[labels[index]])] = tuple(int(r) for r in roots[live[:, index], index])
-        return found
+    def _members(self, labels: Ints, members: Ints, live: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
+        several = live.sum(0) > 1
+        made, first = np.unique(self.root[labels[several]], return_index=True)
+        roots = np.where(live, self.root[np.maximum(members, 0)], NONE)
+        return made, roots[:, several][:, first]
+
+
+def _expanded(made: Ints, members: Ints, size: int) -> Ints | None:
+    """Members that are made of others give way to these, until none is; None if that has no end."""
+    place = np.full(size + 1, NONE)  # the last entry is what NONE finds
+    place[made] = np.arange(len(made))
+    table = members
+    for _ in range(32):
+        inner = place[table]
+        if (inner == NONE).all():
+            table = np.sort(table, axis=0)
+            table[1:][table[1:] == table[:-1]] = NONE  # the same member twice counts once
+            return table
+        deeper = np.where(inner == NONE, NONE, members[:, inner]).reshape(-1, len(made))
+        table = np.concatenate([np.where(inner == NONE, table, NONE), deeper])
+        table = table[(table != NONE).any(1)]
+    return None
 
 
 def _circle(members: dict[int, tuple[int, ...]]) -> list[int]:

@@ -88,8 +88,10 @@ class Assembly:
     streams: list[Stream]
     frozen: list[Frozen]
     resolved: Resolved
-    units: dict[int, tuple[int, int]]
-    """For each atom, its stream and unit."""
+    streams_of: Ints
+    """For each atom, its stream; -1 for none."""
+    units_of: Ints
+    """For each atom, its unit in that stream."""
     _known: dict[int, list[tuple[int, Ints]]] = field(default_factory=dict, repr=False)
 
     def placed(self, fields: Sequence[Ints]) -> Placed:
@@ -104,26 +106,27 @@ class Assembly:
     def _placed(self, labels: Ints) -> list[tuple[int, Ints]]:
         key = id(labels)  # fields live as long as the walk that made them
         if key not in self._known:
-            index = np.flatnonzero(labels != NONE)
-            roots = self.resolved.root[labels[index]]
-            arrays: dict[int, Ints] = {}
-            for position, atoms in zip(index, self.resolved.atoms(roots), strict=True):
-                for stream, unit in (self.units[atom] for atom in atoms if atom in self.units):
-                    arrays.setdefault(stream, np.full(len(labels), NONE))[position] = unit
-            self._known[key] = list(arrays.items())
+            positions, atoms = self.resolved.atoms(labels)
+            stream, unit = self.streams_of[atoms], self.units_of[atoms]
+            found = []
+            for number in np.unique(stream[stream != NONE]):
+                units = np.full(len(labels), NONE)
+                units[positions[stream == number]] = unit[stream == number]
+                found.append((int(number), units))
+            self._known[key] = found
         return self._known[key]
 
     def without(self, refused: dict[int, str]) -> Assembly:
         """The same without some streams, which are frozen now, and why."""
         kept = [number for number in range(len(self.streams)) if number not in refused]
-        renumbered = {old: new for new, old in enumerate(kept)}
-        units = {a: (renumbered[s], u) for a, (s, u) in self.units.items() if s in renumbered}
+        renumbered = np.full(len(self.streams) + 1, NONE)  # the last entry is what -1 finds
+        renumbered[kept] = np.arange(len(kept))
         frozen = [
             Frozen(m.tensor, m.axis, int((m.units != NONE).sum()), len(m.units), reason)
             for number, reason in refused.items()
             for m in self.streams[number].members
         ]
-        return Assembly([self.streams[n] for n in kept], self.frozen + frozen, self.resolved, units)
+        return Assembly([self.streams[n] for n in kept], self.frozen + frozen, self.resolved, renumbered[self.streams_of], self.units_of)
 
 
 def present(placed: Placed, size: int, keep: Sequence[npt.NDArray[np.bool_]]) -> npt.NDArray[np.bool_]:
@@ -138,28 +141,15 @@ def assemble(labels: Labels, resolved: Resolved, roles: Sequence[Role]) -> Assem
     """Make streams of all that is known."""
     found = _occurrences(labels, resolved)
     kinds = _kinds(labels, resolved, roles)
-    streams, refused, units = _streams(labels.axes, found, kinds)
-    return Assembly(streams, _frozen(labels.axes, resolved, found, refused), resolved, units)
+    streams, refused, stream_of, unit_of = _streams(labels, found, kinds)
+    return Assembly(streams, _frozen(labels, resolved, found, refused), resolved, stream_of, unit_of)
 
 
 def _occurrences(labels: Labels, resolved: Resolved) -> _Occurrences:
-    atoms, axes, indices = [], [], []
-    held = np.zeros(labels.size + 1, bool)
-    held[list(resolved.reasons)] = True
-    derived = np.zeros(labels.size + 1, bool)
-    derived[list(resolved.members)] = True
-    for number, axis in enumerate(labels.axes):
-        roots = resolved.root[axis.start : axis.start + axis.size]
-        free = np.flatnonzero(~held[roots] & ~derived[roots])
-        atoms.append(roots[free])
-        indices.append(free)
-        made = np.flatnonzero(derived[roots])
-        parts = resolved.atoms(roots[made])
-        atoms.append(np.array([a for each in parts for a in each], np.int64))
-        indices.append(np.repeat(made, [len(each) for each in parts]))
-        axes.append(np.full(len(atoms[-1]) + len(free), number))
-    empty = np.empty(0, np.int64)
-    return _Occurrences(*(np.concatenate([empty, *arrays]) for arrays in (atoms, axes, indices)))
+    starts = np.array([axis.start for axis in labels.axes] or [0])
+    label, atom = resolved.atoms(np.arange(labels.size))
+    axis = np.searchsorted(starts, label, side="right") - 1
+    return _Occurrences(atom, axis, label - starts[axis])
 
 
 def _kinds(labels: Labels, resolved: Resolved, roles: Sequence[Role]) -> dict[int, Kind]:
@@ -168,43 +158,46 @@ def _kinds(labels: Labels, resolved: Resolved, roles: Sequence[Role]) -> dict[in
     for number, axis in enumerate(labels.axes):
         of_owner[axis.owner].append(number)
     kinds: dict[int, Kind] = {}
-    atoms: dict[int, set[int]] = {}
+    atoms: dict[int, Ints] = {}
     rank = {"rider": 0, "reader": 1, "writer": 2}
+    touched = np.zeros(labels.size, bool)
     for role in roles:
-        touched = {a for each in resolved.atoms(np.unique(role.labels[role.labels != NONE])) for a in each}
+        if role.role == "rider":
+            continue
+        marked = resolved.atoms(role.labels)[1]
+        touched[marked] = True
         for number in (n for owner in role.sources for n in of_owner[owner]):
             if number not in atoms:
                 axis = labels.axes[number]
-                own = resolved.atoms(np.arange(axis.start, axis.start + axis.size))
-                atoms[number] = {a for each in own for a in each}
-            if atoms[number] & touched and rank[role.role] > rank[kinds.get(number, "rider")]:
-                kinds[number] = role.role  # type: ignore[assignment]
+                atoms[number] = resolved.atoms(np.arange(axis.start, axis.start + axis.size))[1]
+            if rank[role.role] > rank[kinds.get(number, "rider")] and touched[atoms[number]].any():
+                kinds[number] = role.role
+        touched[marked] = False
     return kinds
 
 
 def _streams(
-    axes: list[LabelledAxis], found: _Occurrences, kinds: dict[int, Kind]
-) -> tuple[list[Stream], dict[int, str], dict[int, tuple[int, int]]]:
+    labels: Labels, found: _Occurrences, kinds: dict[int, Kind]
+) -> tuple[list[Stream], dict[str, Ints], Ints, Ints]:
     """Atoms that lie on the same axes, equally often, are the units of one stream."""
     streams: list[Stream] = []
-    refused: dict[int, str] = {}
-    place: dict[int, tuple[int, int]] = {}
+    refused: dict[str, list[Ints]] = defaultdict(list)
+    stream_of, unit_of = np.full(labels.size, NONE), np.full(labels.size, NONE)
     names: dict[str, int] = defaultdict(int)
-    for atoms in _groups(found):
-        chosen = np.isin(found.atom, atoms)
+    for atoms, chosen in _groups(found):
         unit = np.searchsorted(atoms, found.atom[chosen])
-        members = _members(axes, found.axis[chosen], found.index[chosen], unit, kinds)
+        members = _members(labels.axes, found.axis[chosen], found.index[chosen], unit, kinds)
         reason = _refusal(members, len(atoms))
         if reason:
-            refused |= dict.fromkeys(map(int, atoms), reason)
+            refused[reason].append(atoms)
             continue
-        place |= {int(atom): (len(streams), number) for number, atom in enumerate(atoms)}
+        stream_of[atoms], unit_of[atoms] = len(streams), np.arange(len(atoms))
         first = next((m for m in members if m.role == "writer"), members[0])
         name = first.tensor.rpartition(".")[0] or first.tensor
         names[name] += 1
         suffix = f"#{names[name]}" if names[name] > 1 else ""
         streams.append(Stream(name + suffix, len(atoms), tuple(members)))
-    return streams, refused, place
+    return streams, {reason: np.concatenate(atoms) for reason, atoms in refused.items()}, stream_of, unit_of
 
 
 def _refusal(members: list[Member], units: int) -> str:
@@ -215,8 +208,8 @@ def _refusal(members: list[Member], units: int) -> str:
     return ""
 
 
-def _groups(found: _Occurrences) -> list[Ints]:
-    """Sorted atoms of one signature each, in the order of their first labels."""
+def _groups(found: _Occurrences) -> list[tuple[Ints, Ints]]:
+    """Sorted atoms of one signature each, with the occurrences of them, in the order of their first labels."""
     if not len(found.atom):
         return []
     atoms, place = np.unique(found.atom, return_inverse=True)
@@ -225,7 +218,12 @@ def _groups(found: _Occurrences) -> list[Ints]:
     with np.errstate(over="ignore"):
         np.add.at(signature, place, weights[found.axis])
     _, first, group = np.unique(signature, return_index=True, return_inverse=True)
-    return [atoms[group == number] for number in np.argsort(first)]
+    order = np.argsort(group[place], kind="stable")
+    bounds = np.searchsorted(group[place][order], np.arange(len(first) + 1))
+    return [
+        (atoms[group == number], np.sort(order[bounds[number] : bounds[number + 1]]))
+        for number in np.argsort(first)
+    ]
 
 
 def _members(
@@ -241,30 +239,32 @@ def _members(
     return members
 
 
-def _frozen(
-    axes: Iterable[LabelledAxis], resolved: Resolved, found: _Occurrences, refused: dict[int, str]
-) -> list[Frozen]:
-    free: npt.NDArray[np.bool_] = np.zeros(len(resolved.root) + 1, bool)
-    starts = np.array([axis.start for axis in axes], np.int64)
-    allowed = ~np.isin(found.atom, list(refused))
+def _frozen(labels: Labels, resolved: Resolved, found: _Occurrences, refused: dict[str, Ints]) -> list[Frozen]:
+    texts = list(dict.fromkeys([*resolved.reasons.values(), *refused]))
+    number = {text: index for index, text in enumerate(texts)}
+    reason = np.full(labels.size, NONE)
+    for root, text in resolved.reasons.items():
+        reason[root] = number[text]
+    for text, atoms in refused.items():
+        reason[atoms] = number[text]
+    starts = np.array([axis.start for axis in labels.axes] or [0])
+    free = np.zeros(labels.size, bool)
+    allowed = reason[found.atom] == NONE
     free[starts[found.axis[allowed]] + found.index[allowed]] = True
     listed = []
-    for axis in axes:
-        if not axis.owner:
-            continue
-        reasons: dict[str, int] = defaultdict(int)
-        for label in np.flatnonzero(~free[axis.start : axis.start + axis.size]) + axis.start:
-            reasons[_reason(int(label), resolved, refused)] += 1
-        listed += [
-            Frozen(axis.owner, axis.axis, count, axis.size, reason)
-            for reason, count in reasons.items()
-            if reason != TAPS
-        ]
+    for axis in labels.axes:
+        whole = slice(axis.start, axis.start + axis.size)
+        held = resolved.root[whole][~free[whole]] if axis.owner else np.empty(0, np.int64)
+        why, counts = np.unique(_why(held, resolved, reason), return_counts=True)
+        named = ((texts[index], int(count)) for index, count in zip(why, counts, strict=True))
+        listed += [Frozen(axis.owner, axis.axis, count, axis.size, text) for text, count in named if text != TAPS]
     return listed
 
 
-def _reason(label: int, resolved: Resolved, refused: dict[int, str]) -> str:
-    root = int(resolved.root[label])
-    while root not in resolved.reasons and root in resolved.members:
-        root = int(resolved.root[resolved.members[root][0]])
-    return resolved.reasons.get(root) or refused.get(root, "no layer reads it")
+def _why(roots: Ints, resolved: Resolved, reason: Ints) -> Ints:
+    """The reason of each root, or that of a member of it that must stay."""
+    why = reason[roots]
+    for index in np.flatnonzero(why == NONE):
+        members = resolved.members[:, resolved.made == roots[index]].ravel()
+        why[index] = reason[members[members != NONE]].max()
+    return why

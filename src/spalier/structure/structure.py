@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -52,6 +53,8 @@ class Structure:
     """The shape of every parameter and buffer."""
     names: dict[str, str]
     """For each name of a tensor, the first name that it goes by: tied tensors have several."""
+    parameters: frozenset[str]
+    """The tensors that are parameters, by their first names."""
     streams: tuple[Stream, ...]
     frozen: tuple[Frozen, ...]
     writers: tuple[FreeWriter, ...]
@@ -63,6 +66,19 @@ class Structure:
     def units(self) -> int:
         """How many units there are in all streams."""
         return sum(stream.size for stream in self.streams)
+
+    @property
+    def prunable(self) -> float:
+        """The share of all weights that some unit takes with it."""
+        total = sum(math.prod(self.shapes[name]) for name in self.parameters)
+        left = sum(math.prod(self._without_units(name)) for name in self.parameters)
+        return (total - left) / total if total else 0.0
+
+    def _without_units(self, name: str) -> list[int]:
+        """How many indices of each axis go with no unit."""
+        nothing = [np.zeros(stream.size, bool) for stream in self.streams]
+        shape = self.shapes[name]
+        return [int(present(self.axes.get((name, a), ()), n, nothing).sum()) for a, n in enumerate(shape)]
 
     def __getitem__(self, name: str) -> Stream:
         return self.streams[self.index[name]]
@@ -93,7 +109,7 @@ class Structure:
         frozen = [[f"{f.tensor}[{f.axis}]", f"{f.count:,} of {f.size:,}", f.reason] for f in self.frozen]
         if frozen:
             text += "\n\n" + table(["frozen", "indices", "why"], frozen)
-        return f"{text}\n{self.units:,} units in {len(self.streams)} streams"
+        return f"{text}\n{self.units:,} units in {len(self.streams)} streams; {self.prunable:.1%} of the weights can go"
 
 
 def _short(names: Sequence[str]) -> str:
