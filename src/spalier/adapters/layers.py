@@ -193,6 +193,10 @@ def is_uninitialised(net: nn.Module) -> bool:
     return any(isinstance(tensor, lazy) for tensor in (*net.parameters(), *net.buffers()))
 
 
+class Added(nn.Module):
+    """A module that Spalier puts beside a network's own: adapters, gathers."""
+
+
 def is_finite(tensor: Tensor) -> bool:
     """True without looking on the meta device, where there is nothing to look at."""
     return tensor.is_meta or bool(torch.isfinite(tensor).all())

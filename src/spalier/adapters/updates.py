@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spalier.adapters.layers import Geometry, Indices
+from spalier.adapters.layers import Added, Geometry, Indices
 
 Kept = tuple[Indices | None, ...]
 """For each axis, the indices that stay; None where all do."""
 
 
-class Update(nn.Module):
+class Update(Added):
     """What an adapter builds for one weight: called with the frozen weight, it returns the fused one."""
 
     geometry: Geometry

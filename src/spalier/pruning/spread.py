@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spalier.adapters.changes import Changes
+from spalier.adapters.layers import Added
 from spalier.structure.structure import Mask
 
 NAME = "spread"
 
 
-class Spread(nn.Module):
+class Spread(Added):
     """Puts each channel where the stream has it, and zeros where this writer has none.
 
     >>> spread = Spread(np.array([True, False, True]), axis=1)

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from spalier.adapters.layers import Added
 from spalier.adapters.selection import Names, select_named
-from spalier.adapters.updates import Update
 from spalier.structure import arithmetic, movement  # noqa: F401  (importing them registers their rules)
 from spalier.structure.capture import capture, module_of
 from spalier.structure.fingerprint import fingerprint
@@ -64,10 +64,10 @@ def _structure(
 
 
 def tensors_of(net: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer under all its names, those of adapters left out."""
+    """Every parameter and buffer under all its names, Spalier's own left out."""
     found: dict[str, Tensor] = {}
     for path, module in net.named_modules(remove_duplicate=False):
-        if not isinstance(module, Update):
+        if not isinstance(module, Added):
             prefix = f"{path}." if path else ""
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:

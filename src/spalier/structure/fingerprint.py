@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from spalier.adapters.updates import Update
+from spalier.adapters.layers import Added
 
 VERSION = 1
 """Rises whenever the same network would be given another structure."""
@@ -27,7 +27,7 @@ def fingerprint(net: nn.Module, example: Any, freeze: Any = None) -> str:
     digest = hashlib.sha256(f"{VERSION} {torch.__version__} {asked!r}".encode())
     seen: set[type] = set()
     for path, module in net.named_modules():
-        if isinstance(module, Update):
+        if isinstance(module, Added):
             continue
         kind = type(module)
         digest.update(f"{path}|{kind.__module__}.{kind.__qualname__}|{module.extra_repr()}".encode())

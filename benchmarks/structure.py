@@ -1,0 +1,589 @@
+"""Finding and pruning the structure of real networks: Spalier beside Torch-Pruning.
+
+Three parts, each with its own section in the results:
+
+    python benchmarks/structure.py coverage   # every network of the test zoo, halved at random: is it still right?
+    python benchmarks/structure.py trace      # what `trace` costs beyond `torch.export` alone
+    python benchmarks/structure.py prune      # what `prune_` costs, beside Torch-Pruning's graph and step
+    python benchmarks/structure.py table      # write the table into docs/structure.md
+
+Both libraries get the same networks in float64 and the same inputs, and remove half of everything at random.
+Torch-Pruning is used as its documentation and examples say, by a program that knows no network by name: layers that
+make the output are ignored, numbers of heads are read from attributes, and sizes of heads are set after pruning.
+
+Right means: the pruned network computes what the whole network computes with zeros for every weight that is gone.
+Norms and standardised weights count only what is left, as removal means. This check reads nothing but the weights
+that survived, and it is the same for both. Spalier's own check in ``prune_`` has to pass as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import json
+import platform
+import signal
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+import torch
+import torchvision_ops
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_leaves
+
+import spalier as sp
+
+torchvision_ops.declare()
+
+ROOT = Path(__file__).resolve().parents[1]
+RATIO = 0.5
+SECONDS = 40  # for one library on one network
+TOLERANCE = 1e-4  # of the largest output; some networks compute parts in float32
+RESULTS = Path(__file__).parent / "results" / "structure.json"
+DOCUMENT = ROOT / "docs" / "structure.md"
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Coverage
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def coverage(names: Sequence[str]) -> dict[str, Any]:
+    zoo = importlib.import_module("zoo")
+    found = {}
+    for entry in zoo.ZOO:
+        own = entry.name.startswith("made/") and entry.name != "made/unet"  # made for the tests
+        if own or (names and entry.name not in names):
+            continue
+        call = zoo.arguments(entry.example(), torch.float64)
+        found[entry.name] = {
+            "spalier": attempt(partial(try_spalier, entry.make().double(), call)),
+            "torch_pruning": attempt(partial(try_torch_pruning, entry.make().double(), call)),
+        }
+        print(entry.name, json.dumps(found[entry.name]), flush=True)
+    return found
+
+
+def attempt(run: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Fill a row as far as it goes; what is raised becomes its last field."""
+    row: dict[str, Any] = {}
+    torch.manual_seed(0)
+    try:
+        with limited(SECONDS), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run(row)
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {first_line(error)}"[:300]
+    return row
+
+
+def first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
+class OutOfTimeError(Exception):
+    """A library took too long for a network."""
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    def stop(number: int, frame: Any) -> None:
+        raise OutOfTimeError(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def try_spalier(net: nn.Module, call: Call, row: dict[str, Any]) -> None:
+    whole = copy.deepcopy(net)
+    start = time.perf_counter()
+    structure = sp.trace(net, call[1] or call[0])
+    row["trace_seconds"] = round(time.perf_counter() - start, 2)
+    row |= {"streams": len(structure.streams), "units": structure.units}
+    row["prunable"] = round(structure.prunable, 4)
+    plan = half(structure)
+    start = time.perf_counter()
+    sp.prune_(net, plan)
+    row["prune_seconds"] = round(time.perf_counter() - start, 2)
+    row |= {"own_check": True, "removed": removed(whole, net)}
+    numbered = copy.deepcopy(whole)
+    with torch.no_grad():
+        for parameter in numbered.parameters():
+            parameter.copy_(numbers(parameter))
+    sp.prune_(numbered, plan, check=False)
+    survivors = {name: p.detach() for name, p in numbered.named_parameters(remove_duplicate=False)}
+    judge(whole, net, survivors, call, row)
+
+
+def half(structure: sp.Structure) -> sp.Plan:
+    """Half of the units of every stream, at random; one at least."""
+    draw = torch.Generator().manual_seed(0)
+    keep = {}
+    for stream in structure.streams:
+        order = torch.randperm(stream.size, generator=draw).tolist()
+        keep[stream.name] = order[: max(1, round(stream.size * (1 - RATIO)))]
+    return sp.Plan(structure, keep)
+
+
+def try_torch_pruning(net: nn.Module, call: Call, row: dict[str, Any]) -> None:
+    whole = copy.deepcopy(net)
+    for parameter in net.parameters():  # it cuts gradients with their weights, so these tell what is left
+        parameter.grad = numbers(parameter)
+    start = time.perf_counter()
+    pruner = torch_pruner(net, call)
+    built = time.perf_counter() - start
+    row["groups"] = sum(1 for _ in pruner.DG.get_all_groups(pruner.ignored_layers, pruner.root_module_types))
+    start = time.perf_counter()
+    pruner.step()
+    row["seconds"] = round(built + time.perf_counter() - start, 2)
+    row["removed"] = removed(whole, net)
+    set_head_sizes(net, pruner)
+    survivors = {}
+    for name, parameter in net.named_parameters(remove_duplicate=False):
+        assert parameter.grad is not None
+        survivors[name] = parameter.grad
+    judge(whole, net, survivors, call, row)
+
+
+def judge(
+    whole: nn.Module, pruned: nn.Module, survivors: dict[str, Tensor], call: Call, row: dict[str, Any]
+) -> None:
+    """Run the pruned network, and compare it with the masked one."""
+    row |= {"runs": False, "shape_right": False, "equal": False}
+    found = outputs(pruned, call)
+    row["runs"] = True
+    wanted = outputs(masked(whole, pruned, survivors), call)
+    row["shape_right"] = [x.shape for x in found] == [x.shape for x in wanted]
+    if row["shape_right"]:
+        difference = max(relative_difference(*pair) for pair in zip(found, wanted, strict=True))
+        row["difference"] = float(f"{difference:.1e}")
+        row["equal"] = difference <= TOLERANCE
+
+
+@torch.no_grad()
+def outputs(net: nn.Module, call: Call) -> list[Tensor]:
+    result = net.eval()(*call[0], **call[1])
+    return [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def relative_difference(found: Tensor, wanted: Tensor) -> float:
+    scale = wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny)
+    return float(((found - wanted).abs().max() / scale).nan_to_num(float("inf")))
+
+
+def removed(whole: nn.Module, pruned: nn.Module) -> float:
+    was, now = (sum(p.numel() for p in net.parameters()) for net in (whole, pruned))
+    return round(1 - now / was, 4)
+
+
+# The masked network.
+
+
+def numbers(parameter: Tensor) -> Tensor:
+    """Each entry's place. Cut like the weight, they tell which entries are left."""
+    return torch.arange(parameter.numel(), dtype=parameter.dtype).view(parameter.shape)
+
+
+def masked(whole: nn.Module, pruned: nn.Module, survivors: dict[str, Tensor]) -> nn.Module:
+    """The whole network with zeros for what did not survive."""
+    net = copy.deepcopy(whole)
+    shapes = {name: p.shape for name, p in net.named_parameters(remove_duplicate=False)}
+    left = {name: places.long().flatten() for name, places in survivors.items()}
+    for name, parameter in list(net.named_parameters(remove_duplicate=False)):
+        mask = torch.zeros(parameter.numel(), dtype=parameter.dtype)
+        mask[left[name]] = 1
+        path, _, own = name.rpartition(".")
+        setattr(net.get_submodule(path), own, nn.Parameter(parameter.detach() * mask.view(parameter.shape)))
+    for path, module in net.named_modules():
+        name = f"{path}.weight"
+        if name not in left or len(left[name]) == shapes[name].numel():
+            continue
+        small = pruned.get_submodule(path)
+        if is_statistical_norm(module):
+            first = isinstance(module, nn.GroupNorm) or type(module).__name__.endswith("2d")
+            module.forward = partial(norm_what_is_left, small, left[name], shapes[name].numel(), first)
+        elif isinstance(module, _ConvNd) and type(module).forward not in PLAIN_FORWARDS:
+            ins, outs = channels_left(module, left[name])
+            module.forward = partial(convolve_what_is_left, small, ins, outs, module.out_channels)
+    return net
+
+
+PLAIN_FORWARDS = {
+    kind.forward
+    for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+}
+
+
+def is_statistical_norm(module: nn.Module) -> bool:
+    """A norm whose mean runs over channels, so that a zero would count in it."""
+    named = "norm" in type(module).__name__.lower()
+    return named and not isinstance(module, _NormBase) and isinstance(module.weight, Tensor)
+
+
+def norm_what_is_left(small: nn.Module, kept: Tensor, size: int, first: bool, x: Tensor) -> Tensor:
+    axes = (1, -1) if first else (-1, 1)
+    axis = next(a for a in axes if x.shape[a] == size)
+    return torch.zeros_like(x).index_copy(axis, kept, small(x.index_select(axis, kept)))
+
+
+def convolve_what_is_left(small: nn.Module, ins: Tensor, outs: Tensor, size: int, x: Tensor) -> Tensor:
+    """For convolutions that standardise their weights: a weight of zero would count."""
+    y: Tensor = small(x.index_select(1, ins))
+    return y.new_zeros(len(y), size, *y.shape[2:]).index_copy(1, outs, y)
+
+
+def channels_left(module: _ConvNd, left: Tensor) -> tuple[Tensor, Tensor]:
+    rows = left // module.weight[0].numel()
+    columns = left % module.weight[0].numel() // module.weight[0, 0].numel()
+    group = rows // (module.out_channels // module.groups)
+    return (group * (module.in_channels // module.groups) + columns).unique(), rows.unique()
+
+
+# Torch-Pruning, as its documentation uses it, for any network.
+
+
+def torch_pruner(net: nn.Module, call: Call) -> Any:
+    import torch_pruning as tp
+
+    return tp.pruner.BasePruner(
+        net,
+        example_inputs=call[1] or call[0],
+        importance=tp.importance.RandomImportance(),  # the quickest, and every layer has one
+        pruning_ratio=RATIO,
+        ignored_layers=output_layers(net, call),
+        num_heads=numbers_of_heads(net),
+        in_channel_groups={},  # the defaults are shared between calls
+        out_channel_groups={},
+        output_transform=differentiable,
+    )
+
+
+def differentiable(result: Any) -> list[Tensor]:
+    """Outputs that its tracer can walk back from."""
+    return [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.grad_fn is not None]
+
+
+def output_layers(net: nn.Module, call: Call) -> list[nn.Module]:
+    """The layers whose channels are the output's: what stands last on each way back from it."""
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in net.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(module)
+    waiting = [x.grad_fn for x in differentiable(net.eval()(*call[0], **call[1]))]
+    found: list[nn.Module] = []
+    seen = set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        is_embedding = "Embedding" in node.name()
+        layers = [
+            module
+            for weight in weights_of(node)
+            for module in owners.get(weight, [])
+            if isinstance(module, nn.Embedding) == is_embedding
+        ]
+        if layers:
+            found += layers
+        else:
+            waiting += [after for after, _ in node.next_functions]
+    attention = [m for m in net.modules() if isinstance(m, nn.MultiheadAttention) and m.out_proj in found]
+    return found + attention
+
+
+def weights_of(node: Any) -> list[nn.Parameter]:
+    """The weights that an operation multiplies with."""
+    if not any(kind in node.name() for kind in ("Convolution", "Addmm", "Mm", "Linear", "Embedding")):
+        return []
+    found = []
+    for after, _ in node.next_functions:
+        for _ in range(3):  # a weight may be transposed or viewed on its way
+            if after is not None and not hasattr(after, "variable") and len(after.next_functions) == 1:
+                if not any(kind in after.name() for kind in ("TBackward", "Transpose", "View", "Permute")):
+                    break
+                after = after.next_functions[0][0]
+        if hasattr(after, "variable") and after.variable.dim() > 1:
+            found.append(after.variable)
+    return found
+
+
+QUERIES = ("qkv", "q", "query", "q_proj", "q_lin")
+KEYS_AND_VALUES = ("k", "v", "key", "value", "k_proj", "v_proj", "k_lin", "v_lin", "kv")
+
+
+def numbers_of_heads(net: nn.Module) -> dict[nn.Module, int]:
+    """The layers that make heads, by the names that most networks use."""
+    found: dict[nn.Module, int] = {}
+    for module in net.modules():
+        config = getattr(module, "config", None)
+        attributes = ("num_heads", "num_attention_heads", "n_heads")
+        heads = next((h for h in (getattr(module, a, None) for a in attributes) if isinstance(h, int)), None)
+        heads = heads or getattr(config, "num_attention_heads", None)
+        for name, child in module.named_children():
+            if not isinstance(child, nn.Linear) or heads is None:
+                continue
+            if name in QUERIES:
+                found[child] = heads
+            elif name in KEYS_AND_VALUES:
+                found[child] = getattr(config, "num_key_value_heads", None) or heads
+    return found
+
+
+def set_head_sizes(net: nn.Module, pruner: Any) -> None:
+    """What its examples do after pruning: tell attention how wide heads are now."""
+    for module in net.modules():
+        layer = next((c for n, c in module.named_children() if n in QUERIES and c in pruner.num_heads), None)
+        if not isinstance(layer, nn.Linear):
+            continue
+        width = layer.out_features // (3 if getattr(module, "qkv", None) is layer else 1)
+        for name in ("head_dim", "attention_head_size", "key_value_proj_dim", "key_dim"):
+            if isinstance(getattr(module, name, None), int):
+                setattr(module, name, width // pruner.num_heads[layer])
+        for name in ("all_head_size", "inner_dim", "attn_dim"):
+            if isinstance(getattr(module, name, None), int):
+                setattr(module, name, width)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Speed
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def torchvision_net(name: str) -> tuple[nn.Module, Call]:
+    from torchvision import models
+
+    return getattr(models, name)().eval(), ((torch.randn(1, 3, 224, 224),), {})
+
+
+def llama() -> tuple[nn.Module, Call]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4,
+        intermediate_size=2048, vocab_size=32000, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval(), ((), {"input_ids": torch.randint(0, 32000, (1, 16))})
+
+
+def resnet50_cifar() -> tuple[nn.Module, Call]:
+    return sp.models.resnet50(classes=10, stem="cifar").eval(), ((torch.randn(1, 3, 32, 32),), {})
+
+
+Make = Callable[[], tuple[nn.Module, Call]]
+TRACED: dict[str, Make] = {
+    "torchvision resnet50, 224x224": partial(torchvision_net, "resnet50"),
+    "torchvision vit_b_16, 224x224": partial(torchvision_net, "vit_b_16"),
+    "transformers Llama, 100M, 16 tokens": llama,
+}
+PRUNED: dict[str, Make] = {
+    "torchvision resnet50, 224x224": partial(torchvision_net, "resnet50"),
+    "spalier resnet50, cifar stem, 32x32": resnet50_cifar,
+}
+Times = dict[str, list[float]]
+
+
+def trace_speed(make: Make, repeats: int) -> dict[str, Any]:
+    """Seconds of `trace`, which exports the network first, beside the export alone."""
+    net, call = make()
+    contenders: dict[str, Callable[[nn.Module], object]] = {
+        "export": lambda net: torch.export.export(net, *call, strict=False),
+        "trace": lambda net: sp.trace(net, call[1] or call[0]),
+    }
+    times = in_turns(contenders, net, repeats)
+    return summed_up(times, {"trace : export": ratio(times["trace"], times["export"])})
+
+
+def prune_speed(make: Make, repeats: int) -> dict[str, Any]:
+    """Seconds of `prune_`, with and without its check, beside all that Torch-Pruning does: graph, pruner and step."""
+    net, call = make()
+    plan = half(sp.trace(net, call[1] or call[0]))
+    contenders: dict[str, Callable[[nn.Module], object]] = {
+        "trace": lambda net: sp.trace(net, call[1] or call[0]),
+        "prune_": lambda net: sp.prune_(net, plan),
+        "prune_ unchecked": lambda net: sp.prune_(net, plan, check=False),
+        "torch-pruning": lambda net: torch_pruner(net, call).step(),
+    }
+    times = in_turns(contenders, net, repeats)
+    theirs = times["torch-pruning"]
+    both = [sum(pair) for pair in zip(times["trace"], times["prune_"], strict=True)]
+    return summed_up(
+        times,
+        {
+            "prune_ : torch-pruning": ratio(times["prune_"], theirs),
+            "prune_ unchecked : torch-pruning": ratio(times["prune_ unchecked"], theirs),
+            "trace and prune_ : torch-pruning": ratio(both, theirs),
+        },
+    )
+
+
+def in_turns(contenders: dict[str, Callable[[nn.Module], object]], net: nn.Module, repeats: int) -> Times:
+    """Wall seconds on fresh copies. Contenders take turns, so that a busy machine slows all alike."""
+    times: Times = {name: [] for name in contenders}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(repeats + 1):
+            for name, run in contenders.items():
+                fresh = copy.deepcopy(net)
+                start = time.perf_counter()
+                run(fresh)
+                if number:  # the first round warms up
+                    times[name].append(round(time.perf_counter() - start, 4))
+    return times
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    return round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3)
+
+
+def summed_up(times: Times, ratios: dict[str, float]) -> dict[str, Any]:
+    medians = {name: round(statistics.median(found), 3) for name, found in times.items()}
+    print(json.dumps({"medians": medians, "ratios": ratios}), flush=True)
+    return {"medians": medians, "ratios": ratios, "seconds": times}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Results
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def markdown() -> str:
+    """The table as docs/structure.md shows it."""
+    rows = json.loads(RESULTS.read_text())["coverage"]["networks"]
+    head = (
+        "network", "units", "share of weights prunable", "trace, s", "50% plan: equal",
+        "Torch-Pruning groups", "seconds", "runs", "shape right", "equal",
+    )  # fmt: skip
+    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * 3 + "|---|---:|---:" + "|---" * 3 + "|"]
+    for name, row in rows.items():
+        ours, theirs = row["spalier"], row["torch_pruning"]
+        share = f"{ours['prunable']:.0%}" if "prunable" in ours else "–"
+        cells = [name, shown(ours, "units"), share, shown(ours, "trace_seconds"), said(ours, "equal")]
+        cells += [shown(theirs, "groups"), shown(theirs, "seconds")]
+        cells += [said(theirs, key) for key in ("runs", "shape_right", "equal")]
+        lines.append("| " + " | ".join(cells) + " |")
+    total = len(rows)
+    right = [sum(is_right(row[key]) for row in rows.values()) for key in ("spalier", "torch_pruning")]
+    cells = [
+        "**right**",
+        "",
+        "",
+        "",
+        f"**{right[0]} of {total}**",
+        "",
+        "",
+        "",
+        "",
+        f"**{right[1]} of {total}**",
+    ]
+    return "\n".join([*lines, "| " + " | ".join(cells) + " |"])
+
+
+def shown(row: dict[str, Any], key: str) -> str:
+    return f"{row[key]:,}" if key in row else "–"
+
+
+def said(row: dict[str, Any], key: str) -> str:
+    return "yes" if row.get(key) else "no"
+
+
+def is_right(row: dict[str, Any]) -> bool:
+    return bool(row.get("equal")) and row.get("removed", 0) > 0
+
+
+def write_table() -> None:
+    before, _, rest = DOCUMENT.read_text().partition("<!-- table -->")
+    after = rest.partition("<!-- /table -->")[2]
+    DOCUMENT.write_text(f"{before}<!-- table -->\n\n{markdown()}\n\n<!-- /table -->{after}")
+
+
+def summary(rows: dict[str, Any]) -> dict[str, int]:
+    """How many networks each library gets how far with."""
+    found = {"networks": len(rows)}
+    for library in ("spalier", "torch_pruning"):
+        each = [row[library] for row in rows.values()]
+        found[f"{library} raises"] = sum("error" in row for row in each)
+        for key in ("runs", "shape_right", "equal"):
+            found[f"{library} {key}"] = sum(bool(row.get(key)) for row in each)
+        found[f"{library} right and smaller"] = sum(is_right(row) for row in each)
+    return found
+
+
+def machine() -> dict[str, Any]:
+    from importlib.metadata import version
+
+    packages = ("torch", "torchvision", "timm", "transformers", "torch-pruning")
+    return {name: version(name) for name in packages} | {
+        "spalier": sp.__version__,
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "processor": platform.machine(),
+    }
+
+
+def update(section: str, content: dict[str, Any]) -> None:
+    report = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    report[section] = {"machine": machine(), **content}
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(compact(report) + "\n")
+
+
+def compact(report: dict[str, Any]) -> str:
+    """JSON with a line for each network and library, and for each list of times."""
+    return _lines(report, 0)
+
+
+def _lines(value: Any, depth: int) -> str:
+    if not isinstance(value, dict) or not any(isinstance(v, dict | list) for v in value.values()):
+        return json.dumps(value)
+    pad = " " * depth
+    inner = (f"{pad} {json.dumps(key)}: {_lines(inside, depth + 1)}" for key, inside in value.items())
+    return "{\n" + ",\n".join(inner) + f"\n{pad}}}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = ("coverage", "trace", "prune", "table")
+    parser.add_argument("parts", nargs="*", choices=parts, default=list(parts))
+    parser.add_argument("--networks", nargs="+", default=[], help="only these, shown and not written")
+    parser.add_argument("--repeats", type=int, default=9, help="timed rounds of each contender")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if "coverage" in options.parts:
+        rows = coverage(options.networks)
+        print(json.dumps(summary(rows), indent=1))
+        if not options.networks:
+            update("coverage", {"ratio": RATIO, "summary": summary(rows), "networks": rows})
+    if "trace" in options.parts:
+        found = {name: trace_speed(make, options.repeats) for name, make in TRACED.items()}
+        update("trace_speed", {"repeats": options.repeats, "networks": found})
+    if "prune" in options.parts:
+        found = {name: prune_speed(make, options.repeats) for name, make in PRUNED.items()}
+        update("prune_speed", {"repeats": options.repeats, "networks": found})
+    if "table" in options.parts:
+        write_table()
+
+
+if __name__ == "__main__":
+    main()

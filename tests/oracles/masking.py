@@ -1,0 +1,100 @@
+"""The masked network, made the slow and obvious way: the network's own code on parameters with zeros for what is gone.
+
+Nothing of the library's graph runner is used. Where a norm's mean runs over pruned channels a zero would still count, so these norms
+are replaced by ones that count what is left alone.
+"""
+
+import copy
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def masked_copy(plain, structure, kept):
+    """A copy of an unpruned, plain network in which all that is gone is zero; None if a norm has no oracle here."""
+    net = copy.deepcopy(plain)
+    tensors = dict([*net.named_parameters(), *net.named_buffers()])
+    left = {name: _left(structure, kept, name) for name in structure.shapes if name in tensors}
+    with torch.no_grad():
+        for name, masks in left.items():
+            for axis, mask in enumerate(masks):
+                tensors[name].index_fill_(axis, torch.from_numpy(np.flatnonzero(~mask)), 0)
+    paths = {path: module for path, module in net.named_modules()}
+    for path in {extent.module for extent in structure.extents if len(extent.sizes) == 1}:
+        mask = _mask_of(structure, kept, path)
+        if mask is not None and not mask.all() and not _replace_norm_(paths[path], torch.from_numpy(mask)):
+            return None
+    return net
+
+
+def _left(structure, kept, name):
+    """Which indices of each axis are left, said in loops."""
+    masks = [np.ones(n, bool) for n in structure.shapes[name]]
+    for stream in structure.streams:
+        gone = set(range(stream.size)) - set(kept["streams"][stream.name])
+        for member in stream.members:
+            if member.tensor == name:
+                for index, unit in enumerate(member.units):
+                    if unit in gone:
+                        masks[member.axis][index] = False
+    for writer in structure.writers:
+        if writer.name in kept["writers"]:
+            for tensor, axis in writer.members:
+                if tensor == name:
+                    for index in range(len(masks[axis])):
+                        if index not in kept["writers"][writer.name]:
+                            masks[axis][index] = False
+    return masks
+
+
+def _mask_of(structure, kept, path):
+    """What is left along the axis that a norm averages; None for a module that is no norm."""
+    weight = f"{path}.weight"
+    if weight in structure.shapes and len(structure.shapes[weight]) == 1:
+        return _left(structure, kept, weight)[0]
+    return None
+
+
+def _replace_norm_(module, mask):
+    name = type(module).__name__
+    if isinstance(module, nn.LayerNorm) and "2d" not in name:
+        module.forward = partial(_layer_norm, module, mask)
+    elif isinstance(module, nn.GroupNorm):
+        module.forward = partial(_group_norm, module, mask)
+    elif "RMSNorm" in name or name == "T5LayerNorm":
+        module.forward = partial(_rms_norm, module, mask)
+    elif not isinstance(module, nn.Linear | nn.modules.conv._ConvNd | nn.modules.batchnorm._BatchNorm):
+        return False
+    return True
+
+
+def _layer_norm(module, mask, x):
+    count = mask.sum()
+    mean = x[..., mask].sum(-1, keepdim=True) / count
+    variance = ((x[..., mask] - mean) ** 2).sum(-1, keepdim=True) / count
+    out = (x - mean) / torch.sqrt(variance + module.eps)
+    out = out if module.weight is None else out * module.weight
+    return out if module.bias is None else out + module.bias
+
+
+def _group_norm(module, mask, x):
+    out = x.clone()
+    size = x.shape[1] // module.num_groups
+    for group in range(module.num_groups):
+        channels = [c for c in range(group * size, (group + 1) * size) if mask[c]]
+        if channels:
+            part = x[:, channels]
+            axes = list(range(1, x.dim()))
+            mean, variance = part.mean(axes, keepdim=True), part.var(axes, keepdim=True, unbiased=False)
+            out[:, channels] = (part - mean) / torch.sqrt(variance + module.eps)
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    return out * module.weight.view(shape) + module.bias.view(shape)
+
+
+def _rms_norm(module, mask, x):
+    epsilon = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or torch.finfo(x.dtype).eps
+    mean = (x[..., mask].float() ** 2 if hasattr(module, "variance_epsilon") else x[..., mask] ** 2).mean(-1, keepdim=True)
+    scale = 1 + module.weight if "Gemma" in type(module).__name__ else module.weight
+    return scale * (x * torch.rsqrt(mean + epsilon)).to(x.dtype)

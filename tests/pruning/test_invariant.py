@@ -1,0 +1,93 @@
+"""The four-way invariant on every network of the zoo: masked ≡ pruned ≡ fused, in float64, coupled and free, twice in a row."""
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from oracles.masking import masked_copy
+from support import awaken_
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import spalier as sp
+from spalier.errors import SpalierError
+
+# what float32 inside of a float64 network (norms that cast, rotary tables) leaves
+COARSE = ("llama", "mistral", "qwen", "gemma", "t5", "whisper")
+
+
+def double(example):
+    return tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, example)
+
+
+def run(net, example):
+    args, kwargs = zoo.arguments(example, torch.float64)
+    with torch.no_grad():
+        return [t for t in tree_leaves(net(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+
+
+def assert_same(found, wanted, name):
+    tolerance = 1e-4 if any(part in name for part in COARSE) else 1e-8
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.isfinite(b).all()
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * max(1.0, float(b.abs().max())))
+
+
+def random_plan(structure, density, rng, *, free, kept):
+    """Each stream, or each free writer, keeps about this share of its base's units, of those that are left."""
+    sizes = {s.name: s.size for s in structure.streams}
+    left = {name: kept["streams"][name] if kept else range(size) for name, size in sizes.items()}
+    if free:
+        for writer in structure.writers:
+            stream = structure.streams[writer.stream].name
+            own = (kept or {"writers": {}})["writers"].get(writer.name, left[stream])
+            left[writer.name], sizes[writer.name] = own, sizes[stream]
+        for stream in {structure.streams[w.stream].name for w in structure.writers}:
+            if stream not in {w.name for w in structure.writers}:
+                del left[stream]  # as wide as its writers make it
+    keep = {
+        name: sorted(rng.choice(units, max(1, min(len(units), round(sizes[name] * density))), replace=False).tolist())
+        for name, units in left.items()
+    }
+    return sp.Plan(structure, keep, writers="free" if free else "coupled")
+
+
+def check(entry, *, free, seed):
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    net, example = entry.make().double(), double(entry.example())
+    structure = sp.trace(net, example)
+    if not structure.streams or (free and not structure.writers):
+        return None
+    adapted = attach(net)
+    plain = sp.fuse(net) if adapted else entry.make().double()
+    before = sum(p.numel() for p in net.parameters())
+    for density in (0.7, 0.4):
+        sp.prune_(net, random_plan(structure, density, rng, free=free, kept=sp.kept_units(net)))
+        pruned = run(net, example)
+        if adapted:
+            assert_same(run(sp.fuse(net), example), pruned, entry.name)
+        masked = masked_copy(plain, structure, sp.kept_units(net))
+        if masked is not None:
+            assert_same(pruned, run(masked, example), entry.name)
+    assert sum(p.numel() for p in net.parameters()) < before
+    return masked is not None
+
+
+def attach(net):
+    try:
+        sp.attach_(net, sp.SPLoRA(rank=2))
+    except SpalierError:
+        return False
+    awaken_(net, 0.05)
+    return True
+
+
+@pytest.mark.parametrize("entry", zoo.ZOO, ids=lambda entry: entry.name)
+def test_masked_is_pruned_is_fused(entry):
+    check(entry, free=False, seed=0)
+
+
+@pytest.mark.parametrize("entry", zoo.ZOO, ids=lambda entry: entry.name)
+def test_free_writers_too(entry):
+    check(entry, free=True, seed=1)
