@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from spalier.pruning.probe import unfollowed
+from spalier.structure.files import Cache
 from spalier.structure.find import Freeze, find, without
+from spalier.structure.fingerprint import fingerprint
 from spalier.structure.structure import Structure
 
 
-def trace(net: nn.Module, example: Any, *, freeze: Freeze = None) -> Structure:
+def trace(
+    net: nn.Module, example: Any, *, freeze: Freeze = None, cache: str | os.PathLike[str] | None = None
+) -> Structure:
     """Find the streams of ``net``: channels that must go together, who writes and reads them, and what has to stay.
 
     The network is captured with `torch.export` in eval mode, frozen or not, adapted or not, and left as it was. Then a
@@ -22,11 +28,21 @@ def trace(net: nn.Module, example: Any, *, freeze: Freeze = None) -> Structure:
         net: any network that `torch.export` can capture, on the CPU or on the meta device.
         example: an input for it: a tensor, a tuple of arguments, or a dict of keyword arguments.
         freeze: what else has to stay whole: names or patterns of modules, or a predicate of name and module.
+        cache: a folder of structures by the networks' fingerprints. One that is found there is loaded in milliseconds; the
+            graph is captured only once `prune_` wants to compare.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 2))
     >>> print(trace(net, torch.randn(1, 3, 3, 3)))
     """
+    known = None
+    if cache is not None and isinstance(net, nn.Module):
+        known = Cache(cache).get(fingerprint(net, example, freeze))
+    if known is not None:
+        return replace(known, example=example, freeze=freeze)
     structure = find(net, example, freeze)
     refused = unfollowed(net, structure)
-    return without(net, structure, refused) if refused else structure
+    structure = without(net, structure, refused) if refused else structure
+    if cache is not None:
+        Cache(cache).put(structure)
+    return structure

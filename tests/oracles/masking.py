@@ -23,6 +23,8 @@ def masked_copy(plain, structure, kept):
                 tensors[name].index_fill_(axis, torch.from_numpy(np.flatnonzero(~mask)), 0)
     paths = {path: module for path, module in net.named_modules()}
     for path in {extent.module for extent in structure.extents if len(extent.sizes) == 1}:
+        if isinstance(paths[path], nn.modules.conv._ConvNd):  # a standardised weight
+            return None
         mask = _mask_of(structure, kept, path)
         if mask is not None and not mask.all() and not _replace_norm_(paths[path], torch.from_numpy(mask)):
             return None
@@ -65,8 +67,8 @@ def _replace_norm_(module, mask):
         module.forward = partial(_group_norm, module, mask)
     elif "RMSNorm" in name or name == "T5LayerNorm":
         module.forward = partial(_rms_norm, module, mask)
-    elif not isinstance(module, nn.Linear | nn.modules.conv._ConvNd | nn.modules.batchnorm._BatchNorm):
-        return False
+    else:
+        return type(module) in (nn.Linear, nn.Conv2d, nn.BatchNorm2d, nn.Embedding)
     return True
 
 

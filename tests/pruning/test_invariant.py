@@ -14,6 +14,14 @@ from spalier.errors import SpalierError
 # what float32 inside of a float64 network (norms that cast, rotary tables) leaves
 COARSE = ("llama", "mistral", "qwen", "gemma", "t5", "whisper")
 
+# a weight divided by its own norm: a row of zeros gives NaN in the oracle, not in the library's own comparison
+DIVIDES = ("made/functional_weights",)
+
+# nothing of these can go: recurrent layers, statistics over channels, transforms that mix all of them
+WHOLE = (
+    "made/constant_view",
+)
+
 
 def double(example):
     return tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, example)
@@ -21,7 +29,8 @@ def double(example):
 
 def run(net, example):
     args, kwargs = zoo.arguments(example, torch.float64)
-    with torch.no_grad():
+    # with gradients on, encoder layers call their norms; their fast path reads the weights past the oracle
+    with torch.enable_grad():
         return [t for t in tree_leaves(net(*args, **kwargs)) if isinstance(t, torch.Tensor)]
 
 
@@ -52,13 +61,11 @@ def random_plan(structure, density, rng, *, free, kept):
     return sp.Plan(structure, keep, writers="free" if free else "coupled")
 
 
-def check(entry, *, free, seed):
+def check(entry, structure, example, *, free, seed):
+    """Prune twice, and compare each time."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
-    net, example = entry.make().double(), double(entry.example())
-    structure = sp.trace(net, example)
-    if not structure.streams or (free and not structure.writers):
-        return None
+    net = entry.make().double()
     adapted = attach(net)
     plain = sp.fuse(net) if adapted else entry.make().double()
     before = sum(p.numel() for p in net.parameters())
@@ -68,10 +75,9 @@ def check(entry, *, free, seed):
         if adapted:
             assert_same(run(sp.fuse(net), example), pruned, entry.name)
         masked = masked_copy(plain, structure, sp.kept_units(net))
-        if masked is not None:
+        if masked is not None and entry.name not in DIVIDES:
             assert_same(pruned, run(masked, example), entry.name)
     assert sum(p.numel() for p in net.parameters()) < before
-    return masked is not None
 
 
 def attach(net):
@@ -85,9 +91,10 @@ def attach(net):
 
 @pytest.mark.parametrize("entry", zoo.ZOO, ids=lambda entry: entry.name)
 def test_masked_is_pruned_is_fused(entry):
-    check(entry, free=False, seed=0)
-
-
-@pytest.mark.parametrize("entry", zoo.ZOO, ids=lambda entry: entry.name)
-def test_free_writers_too(entry):
-    check(entry, free=True, seed=1)
+    example = double(entry.example())
+    structure = sp.trace(entry.make().double(), example)
+    assert bool(structure.streams) == (entry.name not in WHOLE)
+    if structure.streams:
+        check(entry, structure, example, free=False, seed=0)
+    if structure.writers:
+        check(entry, structure, example, free=True, seed=1)

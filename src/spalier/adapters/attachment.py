@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from spalier.adapters.changes import Changes
-from spalier.adapters.forward import adapter_name, divert_, undivert_
+from spalier.adapters.forward import OWN_FORWARD, adapter_name, divert_, undivert_
 from spalier.adapters.updates import Update
 from spalier.errors import AttachmentError
 
@@ -101,6 +101,7 @@ class Attachment:
             undivert_(layer)
         for module, attribute, value in self.attributes:
             setattr(module, attribute, value)
+        _close_fast_paths_(self.root)
         for module in (*self.flags, *self.root.modules()):
             module.__dict__.pop(MARK, None)
 
@@ -128,6 +129,16 @@ class Attachment:
             raise AttachmentError(
                 f"modules were replaced or removed since attach_ ({', '.join(gone[:3])}); put them back first"
             )
+
+
+def _close_fast_paths_(net: nn.Module) -> None:
+    """PyTorch's inference fast paths know nothing of attention that has fewer heads."""
+    pruned = [m for m in net.modules() if OWN_FORWARD in m.__dict__]
+    for module in net.modules() if pruned else ():
+        if isinstance(module, nn.TransformerEncoderLayer) and module.self_attn in pruned:
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 def attachment_of(net: nn.Module) -> Attachment:

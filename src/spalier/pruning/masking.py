@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from spalier.pruning.kept import Kept
 from spalier.structure.capture import arguments, operation
 from spalier.structure.streams import present
-from spalier.structure.structure import Captured, Structure
+from spalier.structure.structure import Captured, Mask, Structure
 from spalier.structure.walk import Statistic
 
 Read = Callable[[str], Tensor]
@@ -128,14 +128,23 @@ class _Run:
         was, left = (kept.of(self.structure, first) for kept in (self.before, self.after))
         if all(mask.all() for mask in left):
             return value
-        shape = self.structure.shapes[first]
-        full = value.new_zeros(shape) if self.only is None else _anything(value, shape)
-        full[np.ix_(*was)] = value
+        full = self._spread_out(value, was)
         for axis, mask in enumerate(left):
-            if self.only is not None and (first, axis) not in self.only:
+            if mask.all() or (self.only is not None and (first, axis) not in self.only):
                 continue
             full.index_fill_(axis, torch.from_numpy(np.flatnonzero(~mask)).to(full.device), 0)
         return full
+
+    def _spread_out(self, value: Tensor, was: list[Mask]) -> Tensor:
+        """A tensor of the base's shape, a copy, with what was pruned before at its place."""
+        if all(mask.all() for mask in was):
+            return value.clone()
+        for axis, mask in enumerate(was):
+            if not mask.all():
+                shape = (*value.shape[:axis], len(mask), *value.shape[axis + 1 :])
+                wide = value.new_zeros(shape) if self.only is None else _anything(value, shape)
+                value = wide.index_copy_(axis, torch.from_numpy(np.flatnonzero(mask)).to(value.device), value)
+        return value
 
     def _masks(self, statistic: Statistic, value: Tensor) -> Tensor:
         """One where an entry is left, broadcast against the tensor that statistics are taken of."""

@@ -23,6 +23,7 @@ from spalier.pruning.masking import masked_outputs
 from spalier.pruning.plan import Plan
 from spalier.pruning.spread import set_spread_
 from spalier.structure.capture import arguments, in_eval_mode
+from spalier.structure.find import capture_again_
 from spalier.structure.structure import Structure
 
 
@@ -67,7 +68,7 @@ def prune_(
     cuts = cuts_of(structure, before, left)
     owners = owners_of(net, structure.names)
     check_optimizers(optimizers, _parameters(owners, cuts))
-    wanted = _masked(structure, owners, before, left) if check else None
+    wanted = _masked(net, structure, owners, before, left) if check and not _has_no_values(net) else None
     changes = Changes()
     cutter = Cutter(attachment, changes)
     try:
@@ -158,14 +159,20 @@ def _read(owners: Mapping[str, list[Owner]], name: str) -> Tensor:
     return tensor if adapted is None else adapted(tensor)
 
 
+def _has_no_values(net: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in net.parameters())
+
+
 def _masked(
-    structure: Structure, owners: Mapping[str, list[Owner]], before: Kept, left: Kept
+    net: nn.Module, structure: Structure, owners: Mapping[str, list[Owner]], before: Kept, left: Kept
 ) -> list[Any]:
     if structure.captured is None:
-        raise PruneError(
-            "the structure was loaded without the network's graph, so nothing can be compared; "
-            "trace the network itself, or pass check=False"
-        )
+        if structure.example is None or MARK in net.__dict__:
+            raise PruneError(
+                "the structure was loaded without the network's graph, which can be captured before the first pruning "
+                "only, so nothing can be compared; pass check=False, or trace the whole network first"
+            )
+        capture_again_(net, structure)
     return masked_outputs(structure, partial(_read, owners), before, left)
 
 

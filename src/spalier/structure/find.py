@@ -36,18 +36,23 @@ def find(net: nn.Module, example: Any, freeze: Freeze = None) -> Structure:
     assembly = assemble(walk.labels, walk.labels.resolved(), walk.found.roles)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     mark = fingerprint(net, example, freeze)
-    return _structure(net, mark, shapes, names, Captured(program, example, walk, assembly))
+    return _structure(net, mark, shapes, names, freeze, Captured(program, example, walk, assembly))
 
 
 def without(net: nn.Module, structure: Structure, refused: dict[int, str]) -> Structure:
     """The same structure where these streams are frozen too, and why."""
     assert structure.captured is not None
     captured = replace(structure.captured, assembly=structure.captured.assembly.without(refused))
-    return _structure(net, structure.fingerprint, structure.shapes, structure.names, captured)
+    return _structure(net, structure.fingerprint, structure.shapes, structure.names, structure.freeze, captured)
 
 
 def _structure(
-    net: nn.Module, mark: str, shapes: dict[str, tuple[int, ...]], names: dict[str, str], captured: Captured
+    net: nn.Module,
+    mark: str,
+    shapes: dict[str, tuple[int, ...]],
+    names: dict[str, str],
+    freeze: Freeze,
+    captured: Captured,
 ) -> Structure:
     walk, assembly = captured.walk, captured.assembly
     return Structure(
@@ -60,7 +65,16 @@ def _structure(
         tuple(free_writers(net, captured.program, walk.found, assembly, names)),
         tuple(_extents(walk, assembly)),
         captured,
+        captured.example,
+        freeze,
     )
+
+
+def capture_again_(net: nn.Module, structure: Structure) -> None:
+    """Give a structure that was loaded the graph of its network."""
+    fresh = find(net, structure.example, structure.freeze)
+    refused = {n: "" for n, stream in enumerate(fresh.streams) if stream.name not in structure.index}
+    object.__setattr__(structure, "captured", without(net, fresh, refused).captured)
 
 
 def tensors_of(net: nn.Module) -> dict[str, Tensor]:

@@ -166,7 +166,9 @@ def _kinds(labels: Labels, resolved: Resolved, roles: Sequence[Role]) -> dict[in
             continue
         marked = resolved.atoms(role.labels)[1]
         touched[marked] = True
-        for number in (n for owner in role.sources for n in of_owner[owner]):
+        candidates = [n for owner in role.sources for n in of_owner[owner]]
+        own = [n for n in candidates if _holds(labels.axes[n], role.labels)]
+        for number in own or candidates:  # a weight that was split first has labels of the view
             if number not in atoms:
                 axis = labels.axes[number]
                 atoms[number] = resolved.atoms(np.arange(axis.start, axis.start + axis.size))[1]
@@ -174,6 +176,10 @@ def _kinds(labels: Labels, resolved: Resolved, roles: Sequence[Role]) -> dict[in
                 kinds[number] = role.role
         touched[marked] = False
     return kinds
+
+
+def _holds(axis: LabelledAxis, labels: Ints) -> bool:
+    return bool(((labels >= axis.start) & (labels < axis.start + axis.size)).any())
 
 
 def _streams(

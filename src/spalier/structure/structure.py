@@ -61,6 +61,9 @@ class Structure:
     """The layers that may keep channels of their own with ``writers="free"``."""
     extents: tuple[Extent, ...]
     captured: Captured | None = field(default=None, repr=False)
+    """The graph, to compare with; None where the structure was loaded and nothing had to be compared yet."""
+    example: Any = field(default=None, repr=False)
+    freeze: Any = field(default=None, repr=False)
 
     @property
     def units(self) -> int:
@@ -98,7 +101,13 @@ class Structure:
         return {place: tuple(on) for place, on in found.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "captured": None}
+        return {**self.__dict__, "captured": None}  # a graph does not pickle; it can be captured again
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data that JSON can hold, the same for the same network."""
+        from spalier.structure.files import to_dict  # files are made of structures
+
+        return to_dict(self)
 
     def __str__(self) -> str:
         rows = [

@@ -61,7 +61,7 @@ def _users(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, list
     owners = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     users: dict[str, list[Node]] = {}
     for node in program.graph.nodes:
-        if node.op == "placeholder" and node.name in owners:
+        if node.op == "placeholder" and owners.get(node.name) in names:
             users.setdefault(names[owners[node.name]], []).extend(node.users)
     return users
 
@@ -75,7 +75,8 @@ def _free(
     member: Member,
 ) -> FreeWriter | None:
     """Follow the writer's output as long as nothing else takes it; the last module's end is where it is spread."""
-    on_stream = {m.tensor: m for m in stream.members if _is_plain(m, stream)}
+    riders = {m.tensor: m for m in stream.members if m.role == "rider" and _is_plain(m, stream)}
+    on_stream = {**riders, member.tensor: member}
     path = member.tensor.rpartition(".")[0]
     if len(users.get(member.tensor, ())) != 1:
         return None
