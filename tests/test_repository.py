@@ -24,15 +24,37 @@ LAYERS = [
     {"models"},
     {"adapters"},
     {"counting"},
+    {"structure"},
+    {"pruning"},
+    {"tracing"},
 ]
 ADAPTER_LAYERS = [
-    {"layers", "window", "finetune", "summary", "readers"},
+    {"layers", "window", "finetune", "summary", "readers", "changes"},
     {"updates", "fast", "selection"},
     {"config", "forward", "ties"},
     {"splora", "sppara"},
     {"attachment"},
     {"attach", "fuse"},
 ]
+STRUCTURE_LAYERS = [
+    {"labels", "capture"},
+    {"values", "coding"},
+    {"walk"},
+    {"movement", "arithmetic", "fingerprint"},
+    {"streams"},
+    {"writers"},
+    {"structure"},
+    {"find", "files"},
+]
+PRUNING_LAYERS = [
+    {"plan", "attention", "spread"},
+    {"kept", "attributes"},
+    {"masking", "cuts"},
+    {"compare"},
+    {"prune"},
+    {"probe"},
+]
+PACKAGES = {"adapters": ADAPTER_LAYERS, "structure": STRUCTURE_LAYERS, "pruning": PRUNING_LAYERS}
 
 
 def imports_of(file: Path) -> set[str]:
@@ -43,8 +65,8 @@ def imports_of(file: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{file}: relative import"
             found.add(node.module)
-            if node.module == "spalier.adapters":
-                found |= {f"spalier.adapters.{alias.name}" for alias in node.names}
+            if node.module.removeprefix("spalier.") in PACKAGES:
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
     return {name for name in found if name.startswith("spalier.")}
@@ -62,8 +84,9 @@ def test_imports_point_one_way(file):
     for name in imports_of(file):
         parts = name.split(".")[1:]
         assert level(LAYERS, parts[0]) <= level(LAYERS, inside.parts[0].removesuffix(".py")), name
-        if parts[0] == inside.parts[0] == "adapters" and len(parts) > 1:
-            assert level(ADAPTER_LAYERS, parts[1]) < level(ADAPTER_LAYERS, inside.stem), name
+        if parts[0] == inside.parts[0] and parts[0] in PACKAGES and len(parts) > 1:
+            layers = PACKAGES[parts[0]]
+            assert level(layers, parts[1]) < level(layers, inside.stem), name
 
 
 def public_surface() -> str:

@@ -1,11 +1,18 @@
 """Spalier: one frozen network, many tasks, each a tiny file of kept channels and low-rank corrections."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from spalier import errors, models
 from spalier.adapters import FineTune, LoRA, SPLoRA, SPPaRA, attach_, detach_, fuse
 from spalier.counting import count
-from spalier.pruning import Plan, kept_units, prune_, resizes
-from spalier.structure import Structure
-from spalier.tracing import trace
+
+if TYPE_CHECKING:
+    from spalier.pruning import Plan, kept_units, prune_, resizes
+    from spalier.structure import Structure
+    from spalier.tracing import trace
 
 __version__ = "0.1.0"
 
@@ -27,3 +34,25 @@ __all__ = [
     "resizes",
     "trace",
 ]
+
+# what only pruning needs, numpy above all, is imported when it is first asked for
+_LATER = {
+    "Plan": "pruning",
+    "Structure": "structure",
+    "kept_units": "pruning",
+    "prune_": "pruning",
+    "resizes": "pruning",
+    "trace": "tracing",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'spalier' has no attribute {name!r}")
+    value = getattr(import_module(f"spalier.{_LATER[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

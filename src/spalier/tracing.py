@@ -28,8 +28,8 @@ def trace(
         net: any network that `torch.export` can capture, on the CPU or on the meta device.
         example: an input for it: a tensor, a tuple of arguments, or a dict of keyword arguments.
         freeze: what else has to stay whole: names or patterns of modules, or a predicate of name and module.
-        cache: a folder of structures by the networks' fingerprints. One that is found there is loaded in milliseconds; the
-            graph is captured only once `prune_` wants to compare.
+        cache: a folder of structures by the networks' fingerprints. One that is found there is loaded in
+            milliseconds; the graph is captured only once `prune_` wants to compare.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 2))

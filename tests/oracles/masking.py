@@ -1,7 +1,7 @@
 """The masked network, made the slow and obvious way: the network's own code on parameters with zeros for what is gone.
 
-Nothing of the library's graph runner is used. Where a norm's mean runs over pruned channels a zero would still count, so these norms
-are replaced by ones that count what is left alone.
+Nothing of the library's graph runner is used. Where a norm's mean runs over pruned channels a zero would still count,
+so these norms are replaced by ones that count what is left alone.
 """
 
 import copy
@@ -21,7 +21,7 @@ def masked_copy(plain, structure, kept):
         for name, masks in left.items():
             for axis, mask in enumerate(masks):
                 tensors[name].index_fill_(axis, torch.from_numpy(np.flatnonzero(~mask)), 0)
-    paths = {path: module for path, module in net.named_modules()}
+    paths = dict(net.named_modules())
     for path in {extent.module for extent in structure.extents if len(extent.sizes) == 1}:
         if isinstance(paths[path], nn.modules.conv._ConvNd):  # a standardised weight
             return None
@@ -96,7 +96,11 @@ def _group_norm(module, mask, x):
 
 
 def _rms_norm(module, mask, x):
-    epsilon = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or torch.finfo(x.dtype).eps
-    mean = (x[..., mask].float() ** 2 if hasattr(module, "variance_epsilon") else x[..., mask] ** 2).mean(-1, keepdim=True)
+    epsilon = (
+        getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or torch.finfo(x.dtype).eps
+    )
+    mean = (x[..., mask].float() ** 2 if hasattr(module, "variance_epsilon") else x[..., mask] ** 2).mean(
+        -1, keepdim=True
+    )
     scale = 1 + module.weight if "Gemma" in type(module).__name__ else module.weight
     return scale * (x * torch.rsqrt(mean + epsilon)).to(x.dtype)

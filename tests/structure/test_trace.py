@@ -55,7 +55,11 @@ def test_resnet50_residual_streams_have_many_writers():
     assert structure["layer1.0.conv3"].size == 256
     assert len(structure["layer1.0.conv3"].writers) == 4
     assert len(structure.frozen) == 3
-    assert {w.name for w in structure.writers} >= {"layer1.0.conv3", "layer1.0.downsample.0", "layer4.2.conv3"}
+    assert {w.name for w in structure.writers} >= {
+        "layer1.0.conv3",
+        "layer1.0.downsample.0",
+        "layer4.2.conv3",
+    }
 
 
 @pytest.mark.parametrize(
@@ -159,7 +163,9 @@ def test_plain_data_is_stable_and_comes_back():
         from_dict({**data, "format": 99})
 
 
-@pytest.mark.parametrize("name", ["torchvision/resnext50_32x4d", "transformers/bert", "torchvision/shufflenet_v2_x0_5"])
+@pytest.mark.parametrize(
+    "name", ["torchvision/resnext50_32x4d", "transformers/bert", "torchvision/shufflenet_v2_x0_5"]
+)
 def test_plain_data_of_odd_structures(name):
     entry = zoo.by_name(name)
     structure = sp.trace(entry.make(), entry.example())
@@ -193,7 +199,9 @@ def test_another_network_has_another_fingerprint():
     assert sp.trace(tiny_cnn(), IMAGE, freeze="8").fingerprint != one
 
 
-@pytest.mark.parametrize("example", [torch.randn(2, 4, 8, 8), torch.randn(2, 3), (IMAGE, IMAGE), {"x": IMAGE}, (), "image", None])
+@pytest.mark.parametrize(
+    "example", [torch.randn(2, 4, 8, 8), torch.randn(2, 3), (IMAGE, IMAGE), {"x": IMAGE}, (), "image", None]
+)
 def test_an_example_that_does_not_fit(example):
     net = tiny_cnn()
     before = snapshot(net)

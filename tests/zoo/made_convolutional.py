@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-
 from zoo.entry import Entry
 from zoo.parts import Head, conv, pictures
 

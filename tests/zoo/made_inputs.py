@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-
 from zoo.entry import Entry, make_entry, noise
 from zoo.parts import Head, conv
 

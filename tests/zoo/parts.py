@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-
 from zoo.entry import Entry, image, make_entry
 
 

@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import Any
 
 from torch import nn
-
 from zoo.entry import Entry, image, make_entry
 
 

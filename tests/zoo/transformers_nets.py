@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
 from zoo.entry import Entry, make_entry
 
 _BERT = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-
 from zoo.entry import Entry, make_entry, noise
 from zoo.parts import snake
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
@@ -19,7 +18,11 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from spalier.errors import UnsupportedLayerError
 
-Indices = npt.NDArray[np.int64]
+if TYPE_CHECKING:  # numpy takes a tenth of a second to import, and only pruning needs it
+    import numpy as np
+    import numpy.typing as npt
+
+    Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,13 @@ class Geometry:
 
         ``first`` and ``second`` are the indices that stay along the first two axes of the parameter.
         """
+        import numpy as np
+
         size = self.shape[0] // self.groups
         groups = np.unique(first // size)
-        inner = (groups[:, None] * self.shape[1] + second).ravel()  # the same ones in every group that is left
+        inner = (
+            groups[:, None] * self.shape[1] + second
+        ).ravel()  # the same ones in every group that is left
         inputs, outputs = (first, inner) if self.inputs_first else (inner, first)
         left = replace(self, inputs=len(inputs), outputs=len(outputs), groups=len(groups))
         return left, outputs, inputs

@@ -7,15 +7,17 @@ Removing channels from the weight removes the same rows and columns here (Eq. 4)
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spalier.adapters.layers import Added, Geometry, Indices
+from spalier.adapters.layers import Added, Geometry
 
-Kept = tuple[Indices | None, ...]
-"""For each axis, the indices that stay; None where all do."""
+if TYPE_CHECKING:
+    from spalier.adapters.layers import Indices
+
+    Kept = tuple[Indices | None, ...]  # for each axis, the indices that stay; None where all do
 
 
 class Update(Added):
@@ -141,6 +143,8 @@ class Pointwise(Update):
 
     def cuts(self, outputs: Indices, inputs: Indices) -> list[tuple[nn.Parameter, Kept]]:
         """The same rows and columns as the weight's."""
+        import numpy as np
+
         size = self.geometry.inputs // self.geometry.groups
         return [(self.residual, (outputs, np.unique(inputs % size)))]  # the same ones in every group
 

@@ -57,7 +57,9 @@ def _projected(module: Any, query: Tensor, key: Tensor, value: Tensor) -> list[T
     return heads
 
 
-def _mask(module: Any, q: Tensor, k: Tensor, padding: Tensor | None, attention: Tensor | None) -> Tensor | None:
+def _mask(
+    module: Any, q: Tensor, k: Tensor, padding: Tensor | None, attention: Tensor | None
+) -> Tensor | None:
     """One additive mask; entries that were added to the keys are never masked."""
     batch, length = q.shape[0], k.shape[2]
     total = None

@@ -1,4 +1,4 @@
-"""Sizes that modules hold as attributes: the table of module kinds that says how they follow a cut. Users can extend it.
+"""Sizes that modules hold as attributes: a table of module kinds says how they follow a cut; users extend it.
 
 An entry takes a module whose tensors have been cut and a `Resize`, and returns the attributes to set.
 """
@@ -117,7 +117,11 @@ def _channel_norm(module: Any, resize: Resize) -> dict[str, Any]:
 def _layer_norm(module: Any, resize: Resize) -> dict[str, Any]:
     if module.weight is not None:
         return {"normalized_shape": tuple(module.weight.shape)}
-    return {"normalized_shape": tuple(resize.width(n) for n in resize.base.get("normalized_shape", module.normalized_shape))}
+    return {
+        "normalized_shape": tuple(
+            resize.width(n) for n in resize.base.get("normalized_shape", module.normalized_shape)
+        )
+    }
 
 
 @resizes(nn.GroupNorm)

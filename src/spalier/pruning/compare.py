@@ -32,7 +32,9 @@ def tolerance(captured: Captured) -> float:
 def is_close(found: Sequence[Any], wanted: Sequence[Any], tolerance: float) -> bool:
     """True where two networks have returned the same, to rounding."""
     ours, theirs = ([x for x in each if isinstance(x, Tensor)] for each in (found, wanted))
-    return len(ours) == len(theirs) and all(_is_close(a, b, tolerance) for a, b in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(
+        _is_close(a, b, tolerance) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def _is_close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
@@ -107,7 +109,9 @@ def _enter(running: list[str], path: str) -> Callable[..., None]:
 def _leave(running: list[str], path: str, outputs: dict[str, Tensor]) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         running.pop()
-        if isinstance(output, Tensor) and not any(m is not module and list(m.parameters()) for m in module.modules()):
+        if isinstance(output, Tensor) and not any(
+            m is not module and list(m.parameters()) for m in module.modules()
+        ):
             outputs.setdefault(path, output.detach().clone())
 
     return hook

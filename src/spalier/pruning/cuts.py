@@ -29,7 +29,11 @@ def cut(tensor: Tensor, indices: Indices) -> Tensor:
     for axis, index in enumerate(indices):
         if index is not None:
             out = out.index_select(axis, torch.from_numpy(index).to(out.device))
-    if tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last):
+    if (
+        tensor.dim() == 4
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+    ):
         out = out.contiguous(memory_format=torch.channels_last)
     return out
 
@@ -62,7 +66,9 @@ def owners_of(net: nn.Module, names: dict[str, str]) -> dict[str, list[Owner]]:
     for name, first in names.items():
         path, _, key = name.rpartition(".")
         module = modules[path]
-        found.setdefault(first, []).append(Owner(module, "_parameters" if key in module._parameters else "_buffers", key))
+        found.setdefault(first, []).append(
+            Owner(module, "_parameters" if key in module._parameters else "_buffers", key)
+        )
     return found
 
 
@@ -109,7 +115,9 @@ class Cutter:
                 self._cut_update_(update, tuple(weight.shape), indices)
 
     def _cut_update_(self, update: Update, shape: tuple[int, ...], indices: Indices) -> None:
-        first, second = (np.arange(n) if i is None else i for n, i in zip(shape[:2], indices[:2], strict=True))
+        first, second = (
+            np.arange(n) if i is None else i for n, i in zip(shape[:2], indices[:2], strict=True)
+        )
         geometry, outputs, inputs = update.geometry.cut(first, second)
         for parameter, kept in update.cuts(outputs, inputs):
             self._shrink_(parameter, self._cut(parameter.detach(), kept), kept)
@@ -123,13 +131,15 @@ def check_optimizers(optimizers: Iterable[Optimizer], parameters: Iterable[Tenso
     chosen = set(parameters)
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
-            raise PruneError(f"optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer or several")
+            raise PruneError(
+                f"optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer or several"
+            )
         for parameter, state in optimizer.state.items():
             for key, value in state.items() if parameter in chosen else ():
                 if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                     raise PruneError(
-                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a parameter of shape "
-                        f"{tuple(parameter.shape)}, which cannot be cut with it; make a new optimizer after pruning instead"
+                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a parameter of "
+                        f"shape {tuple(parameter.shape)}, which cannot be cut with it; make a new one after pruning"
                     )
 
 

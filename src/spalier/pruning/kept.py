@@ -94,7 +94,9 @@ def _check_tensors(tensors: Mapping[str, Tensor], structure: Structure, kept: Ke
         if tuple(tensors[name].shape) != expected:
             raise PlanError(
                 f"the plan is for another network, or the network was changed since it was traced: {name} has shape "
-                f"{tuple(tensors[name].shape)}, expected {expected}; {'' if pruned else 'trace it again'}".rstrip("; ")
+                f"{tuple(tensors[name].shape)}, expected {expected}; {'' if pruned else 'trace it again'}".rstrip(
+                    "; "
+                )
             )
 
 
@@ -135,7 +137,9 @@ def _set_free(plan: Plan, kept: Kept, streams: list[Mask], writers: dict[str, Ma
         for w in free:
             before = writers.get(w.name, streams[number])
             writers[w.name] = _subset(w.name, plan.keep[w.name], before) if w.name in plan.keep else before
-        if len(free) == len(stream.writers):  # else some writer is not free and keeps the stream as wide as it is
+        if len(free) == len(
+            stream.writers
+        ):  # else some writer is not free and keeps the stream as wide as it is
             streams[number] = np.logical_or.reduce([writers[w.name] for w in free]) & streams[number]
 
 

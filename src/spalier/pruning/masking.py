@@ -1,7 +1,7 @@
 """The masked network: the base's graph with zeros for all that is gone. What a pruned network has to equal.
 
-Where statistics run over pruned channels (layer norm, group norm, standardised weights) a zero would still count, so there the
-mask means removal: the mean is taken over what is left.
+Where statistics run over pruned channels (layer norm, group norm, standardised weights) a zero would still count, so
+there the mask means removal: the mean is taken over what is left.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def masked_outputs(structure: Structure, read: Read, before: Kept, after: Kept) 
 
 
 @torch.no_grad()
-def masked_run(structure: Structure, read: Read, before: Kept, after: Kept, nodes: set[Node]) -> dict[Node, Any]:
+def masked_run(
+    structure: Structure, read: Read, before: Kept, after: Kept, nodes: set[Node]
+) -> dict[Node, Any]:
     """What these nodes of the masked network compute for the example, in order."""
     assert structure.captured is not None
     run = _Run(structure, structure.captured, read, before, after)
@@ -56,7 +58,9 @@ def masked_run(structure: Structure, read: Read, before: Kept, after: Kept, node
 class _Run:
     """One run of the base's graph; parameters are made as they are needed and dropped again."""
 
-    def __init__(self, structure: Structure, captured: Captured, read: Read, before: Kept, after: Kept) -> None:
+    def __init__(
+        self, structure: Structure, captured: Captured, read: Read, before: Kept, after: Kept
+    ) -> None:
         self.structure, self.captured, self.read = structure, captured, read
         self.before, self.after = before, after
         signature = captured.program.graph_signature
@@ -97,7 +101,7 @@ class _Run:
         raise AssertionError("a graph without an output")
 
     def _call(self, node: Node, values: dict[Node, Any]) -> Any:
-        args = map_arg(node.args, lambda n: self._value(n, values))
+        args: Any = map_arg(node.args, lambda n: self._value(n, values))
         kwargs = map_arg(node.kwargs, lambda n: self._value(n, values))
         inner = next((i for i, a in enumerate(args) if isinstance(a, GraphModule)), None)
         if inner is not None:
@@ -173,12 +177,20 @@ def _statistic(node: Node, args: Any, left: Tensor) -> Tensor:
         return _mean(x, left, args[1], keepdim)
     if name in ("layer_norm", "rms_norm"):
         axes = list(range(x.dim() - len(args[1]), x.dim()))
-        return _affine(_normed(x, left, axes, _epsilon(node, args, name), centred=name == "layer_norm"), args[2:4])
+        return _affine(
+            _normed(x, left, axes, _epsilon(node, args, name), centred=name == "layer_norm"), args[2:4]
+        )
     channels = [1, -1] + [1] * (x.dim() - 2)
     affine = [a.view(channels) if isinstance(a, Tensor) else None for a in args[2:4]]
     if name == "group_norm":
         shape = (len(x), args[1], -1)
-        normed = _normed(x.reshape(shape), left.expand_as(x).reshape(shape), [2], args[4] if len(args) > 4 else 1e-5, centred=True)
+        normed = _normed(
+            x.reshape(shape),
+            left.expand_as(x).reshape(shape),
+            [2],
+            args[4] if len(args) > 4 else 1e-5,
+            centred=True,
+        )
         return _affine(normed.view_as(x), affine)
     others = [axis for axis in range(x.dim()) if axis != 1]  # batch norm of a weight
     affine = [a.view(channels) if isinstance(a, Tensor) else None for a in args[1:3]]
@@ -187,7 +199,7 @@ def _statistic(node: Node, args: Any, left: Tensor) -> Tensor:
 
 def _epsilon(node: Node, args: Any, name: str) -> float:
     place = 4 if name == "layer_norm" else 3
-    found = args[place] if len(args) > place else node.kwargs.get("eps")
+    found: Any = args[place] if len(args) > place else node.kwargs.get("eps")
     if found is not None:
         return float(found)
     return 1e-5 if name == "layer_norm" else torch.finfo(args[0].dtype).eps

@@ -36,7 +36,9 @@ class Plan:
         if writers not in ("coupled", "free"):
             raise PlanError(f"writers is {writers!r}, expected 'coupled' or 'free'")
         if not isinstance(keep, Mapping):
-            raise PlanError(f"keep is a {type(keep).__name__}, expected a dict of stream names and unit numbers")
+            raise PlanError(
+                f"keep is a {type(keep).__name__}, expected a dict of stream names and unit numbers"
+            )
         chosen = {name: _units(name, units, _size(structure, name, writers)) for name, units in keep.items()}
         object.__setattr__(self, "structure", structure)
         object.__setattr__(self, "keep", chosen)
@@ -60,11 +62,13 @@ def _size(structure: Structure, name: str, writers: Writers) -> int:
         return structure[name].size
     free = [writer.name for writer in structure.writers]
     if name in free:
-        raise PlanError(f"{name!r} writes into a stream with others; pass writers='free' to let it keep units of its own")
+        raise PlanError(
+            f"{name!r} writes into a stream with others; pass writers='free' to let it keep units of its own"
+        )
     known = [*structure.index, *(free if writers == "free" else [])]
-    close = get_close_matches(str(name), known, n=3) or known[:3]
+    close = get_close_matches(str(name), known, n=3) or known[:3] or ["none: it has no streams"]
     raise PlanError(
-        f"{name!r} is no stream of this network; expected a name such as {', '.join(map(repr, close)) or 'none: it has no streams'}"
+        f"{name!r} is no stream of this network; expected a name such as {', '.join(map(repr, close))}"
     )
 
 

@@ -1,7 +1,8 @@
 """Try on a twin without values whether a network's own code follows when channels go.
 
-The graph shows which channels belong together. It does not show whether the code that made it would run with fewer: a view may be
-written with a constant, or with the width of another tensor. A twin of fake tensors, which computes shapes alone, tells.
+The graph shows which channels belong together. It does not show whether the code that made it would run with fewer: a
+view may be written with a constant, or with the width of another tensor. A twin of fake tensors, which computes shapes
+alone, tells.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _unfollowed(probe: _Probe, structure: Structure) -> dict[int, str]:
                 found = probe.fails([number])
                 alone[number] = None if found is None else found[1]
         bad = {number: why for number in suspects if (why := alone[number]) is not None}
-        refused |= bad or {n: reason for n in _too_many(probe, structure, suspects)}
+        refused |= bad or dict.fromkeys(_too_many(probe, structure, suspects), reason)
         left = [number for number in left if number not in refused]
     return refused
 
@@ -84,7 +85,8 @@ def _suspects(structure: Structure, left: Iterable[int], place: str) -> list[int
         for number in left
         if any(member.tensor.startswith(inside) for member in structure.streams[number].members)
         or any(
-            extent.module == place and any(number == stream for placed in extent.placed for stream, _ in placed)
+            extent.module == place
+            and any(number == stream for placed in extent.placed for stream, _ in placed)
             for extent in structure.extents
         )
     ]
@@ -99,7 +101,9 @@ class _Probe:
         self.structure = structure
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.twin = _twin(net, self.mode)
-        self.example = tree_map_only(Tensor, self.mode.from_tensor, on_device_of(net, structure.captured.example))
+        self.example = tree_map_only(
+            Tensor, self.mode.from_tensor, on_device_of(net, structure.captured.example)
+        )
         self.running: list[str] = []
         for path, module in self.twin.named_modules():
             module.register_forward_pre_hook(partial(_enter, self.running, path))
@@ -132,7 +136,9 @@ class _Probe:
                 out = tree_leaves(self.twin(*args, **kwargs))
         except Exception as error:
             place = self.running[-1] if self.running else ""
-            line = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
+            line = next(
+                (text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__
+            )
             return place, f"the code of {place or 'the network itself'} does not follow: {line}"
         shapes.outputs = [tuple(x.shape) for x in out if isinstance(x, Tensor)]
         if self.whole is None:
@@ -166,7 +172,7 @@ class _Shapes(TorchDispatchMode):
     """Notes the shape that every view makes, and the module that asks for it."""
 
     def __init__(self, running: list[str], skipped: set[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.running, self.skipped = running, skipped
         self.views: list[tuple[str, tuple[int, ...]]] = []
         self.outputs: list[tuple[int, ...]] = []
@@ -194,7 +200,9 @@ def _twin(net: nn.Module, mode: FakeTensorMode) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in (*net.parameters(), *net.buffers()):
         with mode:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            fake = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
         memo[id(tensor)] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
     if MARK in net.__dict__:
         memo[id(net.__dict__[MARK])] = "not copied"
@@ -206,5 +214,3 @@ def _twin(net: nn.Module, mode: FakeTensorMode) -> nn.Module:
             if isinstance(value, Tensor):
                 module.__dict__[key] = mode.from_tensor(value)
     return twin
-
-

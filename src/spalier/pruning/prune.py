@@ -40,8 +40,8 @@ def prune_(
     optimizer is cut with them, so training goes on. The units that are left, counted in the base, are remembered on
     the network. An adapted network's base tensors are not touched: `detach_` gives the whole base back.
 
-    On the example that the network was traced with, it must compute what the masked network computes; otherwise everything is
-    rolled back and the error names the first module that differs.
+    On the example that the network was traced with, it must compute what the masked network computes; otherwise
+    everything is rolled back and the error names the first module that differs.
 
     Args:
         net: the network that was traced, or its adapted form, pruned before or not.
@@ -64,7 +64,9 @@ def prune_(
     structure = plan.structure
     before = kept_of(net, structure)
     left = after(plan, before)
-    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = (
+        [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    )
     cuts = cuts_of(structure, before, left)
     owners = owners_of(net, structure.names)
     check_optimizers(optimizers, _parameters(owners, cuts))
@@ -121,7 +123,9 @@ def _resize_(
             kept.setdefault(owner.module, {})[owner.key] = indices
     extents: dict[nn.Module, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     for extent in structure.extents:
-        extents.setdefault(net.get_submodule(extent.module), []).append((extent.sizes, extent.left(left.streams)))
+        extents.setdefault(net.get_submodule(extent.module), []).append(
+            (extent.sizes, extent.left(left.streams))
+        )
     noted = (net.__dict__.get(MARK) or {}).get("attributes", {})
     base: dict[str, dict[str, Any]] = {path: dict(values) for path, values in noted.items()}
     touched = {*kept, *extents}
@@ -200,5 +204,6 @@ def _verify(
     where = first_difference(net, structure, partial(_read, owners), before, left, changes, failure)
     raise PruneError(
         f"the pruned network does not compute what the masked one does: {where}; nothing was changed. "
-        "If its code holds sizes of its own, say how they follow (spalier.resizes), or keep the part whole (trace(..., freeze=...))"
+        "If its code holds sizes of its own, say how they follow (spalier.resizes), or keep the part whole "
+        "(trace(..., freeze=...))"
     ) from failure

@@ -13,7 +13,7 @@ from torch.fx import Node
 from spalier.structure.capture import operation
 from spalier.structure.labels import Ints
 from spalier.structure.values import Value
-from spalier.structure.walk import Result, Walk, rule, shape_of, sources, unknown
+from spalier.structure.walk import Kind, Result, Walk, argument, rule, shape_of, sources, unknown
 
 Operand = tuple[Value, str]
 """A tensor and a letter for each of its axes."""
@@ -26,7 +26,9 @@ def contract(walk: Walk, operands: Sequence[Operand], out: str, shape: tuple[int
     """
     met: dict[str, list[Ints]] = {}
     for letter in dict.fromkeys("".join(letters for _, letters in operands)):
-        sides = [v.on(axes.index(letter)) for v, axes in operands if letter in axes and _size(v, axes, letter) > 1]
+        sides = [
+            v.on(axes.index(letter)) for v, axes in operands if letter in axes and _size(v, axes, letter) > 1
+        ]
         met[letter] = walk.meet(sides) if any(sides) else []
         _note_roles(walk, operands, letter, letter in out)
     fields = {axis: met[letter] for axis, letter in enumerate(out) if met.get(letter)}
@@ -44,15 +46,38 @@ def _note_roles(walk: Walk, operands: Sequence[Operand], letter: str, kept: bool
     for value, axes in operands:
         if value.is_static and letter in axes:
             shared = any(letter in other for v, other in operands if v is not value)
-            role = "writer" if kept and not shared else "reader" if shared and not kept else "rider"
+            role: Kind = "writer" if kept and not shared else "reader" if shared and not kept else "rider"
             walk.role(value, value.on(axes.index(letter)), role)
 
 
 # PyTorch tags most element-wise operations as pointwise, but not these
-_UNTAGGED = (
-    "copy addcmul addcdiv lerp masked_fill where hardswish hardsigmoid hardtanh relu6 leaky_relu elu celu selu softplus mish "
-    "silu gelu threshold hardshrink softshrink log_sigmoid rrelu square nan_to_num"
-).split()
+_UNTAGGED = [
+    "copy",
+    "addcmul",
+    "addcdiv",
+    "lerp",
+    "masked_fill",
+    "where",
+    "hardswish",
+    "hardsigmoid",
+    "hardtanh",
+    "relu6",
+    "leaky_relu",
+    "elu",
+    "celu",
+    "selu",
+    "softplus",
+    "mish",
+    "silu",
+    "gelu",
+    "threshold",
+    "hardshrink",
+    "softshrink",
+    "log_sigmoid",
+    "rrelu",
+    "square",
+    "nan_to_num",
+]
 
 
 @rule("pointwise", *_UNTAGGED)
@@ -94,10 +119,6 @@ def _given(walk: Walk, *nodes: Any) -> list[Value]:
     return [walk.value(n) for n in nodes if isinstance(n, Node)]
 
 
-def _argument(node: Node, index: int, name: str, default: Any = None) -> Any:
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
-
-
 # contractions
 
 
@@ -109,7 +130,7 @@ def linear(walk: Walk, node: Node) -> Result:
     shape = shape_of(node)
     axes = "oi" if len(weight.shape) == 2 else "i"
     out = contract(walk, [(value, batch + "i"), (weight, axes)], batch + axes[:-1], shape)
-    return broadcast(walk, [out, *_given(walk, _argument(node, 2, "bias"))], shape)
+    return broadcast(walk, [out, *_given(walk, argument(node, 2, "bias"))], shape)
 
 
 def _letters(count: int) -> str:
@@ -140,7 +161,7 @@ def addmm(walk: Walk, node: Node) -> Result:
 @rule("einsum")
 def einsum(walk: Walk, node: Node) -> Result:
     """Any contraction, written out."""
-    equation, values = str(node.args[0]).replace(" ", ""), [walk.value(n) for n in node.args[1]]  # type: ignore[union-attr]
+    equation, values = str(node.args[0]).replace(" ", ""), [walk.value(n) for n in argument(node, 1)]
     inputs, arrow, out = equation.partition("->")
     axes = inputs.split(",")
     if not arrow or "." in equation or any(len(set(a)) < len(a) for a in axes):
@@ -155,7 +176,7 @@ def bilinear(walk: Walk, node: Node) -> Result:
     batch = _letters(len(first.shape) - 1)
     operands = [(first, batch + "i"), (second, batch + "j"), (weight, "oij")]
     out = contract(walk, operands, batch + "o", shape_of(node))
-    return broadcast(walk, [out, *_given(walk, _argument(node, 3, "bias"))], shape_of(node))
+    return broadcast(walk, [out, *_given(walk, argument(node, 3, "bias"))], shape_of(node))
 
 
 @rule("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -173,7 +194,7 @@ def convolution(walk: Walk, node: Node) -> Result:
     made = _grouped(walk, value, channel, weight, groups, transposed, shape_of(node)[channel])
     out = Value(shape_of(node), {a: f for a, f in value.fields.items() if a < channel}, made.sources)
     out.fields[channel] = made.on(0)
-    return _with_channel_parameters(walk, out, _given(walk, _argument(node, 2, "bias")), channel)
+    return _with_channel_parameters(walk, out, _given(walk, argument(node, 2, "bias")), channel)
 
 
 TAPS = "a tap of a kernel"
@@ -183,7 +204,7 @@ TAPS = "a tap of a kernel"
 def _groups(node: Node, name: str) -> Any:
     if name == "convolution":
         return node.args[8]
-    return _argument(node, 6, "groups", 1)
+    return argument(node, 6, "groups", 1)
 
 
 def _grouped(
@@ -203,7 +224,9 @@ def _grouped(
     product = contract(
         walk, [(x, "gi"), (w, "gio" if transposed else "goi")], "go", (groups, outputs // groups)
     )
-    fields = [np.repeat(f, outputs // groups) for f in product.on(0)] + [np.tile(f, groups) for f in product.on(1)]
+    fields = [np.repeat(f, outputs // groups) for f in product.on(0)] + [
+        np.tile(f, groups) for f in product.on(1)
+    ]
     return Value((outputs,), {0: fields}, origin)
 
 
@@ -229,7 +252,7 @@ def attention(walk: Walk, node: Node) -> Result:
     if len({len(v.shape) for v in (query, key, value)}) > 1:
         return unknown(walk, node)
     batch = _letters(len(query.shape) - 2)
-    if _argument(node, 7, "enable_gqa", False):
+    if argument(node, 7, "enable_gqa", False):
         key, value = (_repeated(v, query.shape[-3]) for v in (key, value))
     if node.kwargs.get("scale") is None:
         reason, walk.reason = walk.reason, f"{walk.reason}: it scales by the head size"
@@ -238,7 +261,7 @@ def attention(walk: Walk, node: Node) -> Result:
     walk.freeze(key.on(-2) + value.on(-2))  # softmax
     shape = (*query.shape[:-1], key.shape[-2])
     scores = contract(walk, [(query, batch + "qe"), (key, batch + "ke")], batch + "qk", shape)
-    scores = broadcast(walk, [scores, *_given(walk, _argument(node, 3, "attn_mask"))], shape)
+    scores = broadcast(walk, [scores, *_given(walk, argument(node, 3, "attn_mask"))], shape)
     return contract(walk, [(scores, batch + "qk"), (value, batch + "kv")], batch + "qv", shape_of(node))
 
 
@@ -258,7 +281,7 @@ def _repeated(value: Value, heads: int) -> Value:
 def batch_norm(walk: Walk, node: Node) -> Result:
     """Each channel by itself; its parameters and statistics ride."""
     value = walk.value(node.args[0])
-    own_statistics = bool(_argument(node, 5, "training")) or node.args[3] is None
+    own_statistics = bool(argument(node, 5, "training")) or node.args[3] is None
     others = {a: value.on(a) for a in range(len(value.shape)) if a != 1}
     if own_statistics and value.is_static:
         walk.statistic(node, others)  # a standardised weight: the mean is over its inputs
@@ -270,7 +293,7 @@ def batch_norm(walk: Walk, node: Node) -> Result:
 @rule("layer_norm", "rms_norm")
 def layer_norm(walk: Walk, node: Node) -> Result:
     """Parameters ride; the statistics are those of what is left."""
-    value, over = walk.value(node.args[0]), len(node.args[1])  # type: ignore[arg-type]
+    value, over = walk.value(node.args[0]), len(argument(node, 1))
     axes = range(len(value.shape) - over, len(value.shape))
     walk.statistic(node, {a: value.on(a) for a in axes})
     return broadcast(walk, [value, *_given(walk, *node.args[2:4])], value.shape)
@@ -279,7 +302,7 @@ def layer_norm(walk: Walk, node: Node) -> Result:
 @rule("group_norm")
 def group_norm(walk: Walk, node: Node) -> Result:
     """Whole groups, or one position of every group; the statistics are those of what is left."""
-    value, groups = walk.value(node.args[0]), int(node.args[1])  # type: ignore[call-overload]
+    value, groups = walk.value(node.args[0]), int(argument(node, 1))
     walk.freeze_all(value, range(2, len(value.shape)))
     out = _with_channel_parameters(walk, value, _given(walk, *node.args[2:4]))
     rows, columns = walk.split(out.on(1), (groups, value.shape[1] // groups))
@@ -288,12 +311,25 @@ def group_norm(walk: Walk, node: Node) -> Result:
     return Value(out.shape, {0: value.on(0), 1: fields}, out.sources)
 
 
-@rule("mean", "sum", "amax", "amin", "std", "var", "linalg_vector_norm", "norm", "argmax", "argmin", "logsumexp", "prod")
+@rule(
+    "mean",
+    "sum",
+    "amax",
+    "amin",
+    "std",
+    "var",
+    "linalg_vector_norm",
+    "norm",
+    "argmax",
+    "argmin",
+    "logsumexp",
+    "prod",
+)
 def reduction(walk: Walk, node: Node) -> Result:
     """A labelled axis that is reduced must stay, but for the mean square of a norm that is written by hand."""
     value = walk.value(node.args[0])
     place = {"linalg_vector_norm": 2, "norm": 2}.get(operation(node), 1)
-    dims = _argument(node, place, "dim")
+    dims = argument(node, place, "dim")
     axes = [dims] if isinstance(dims, int) else list(dims or range(len(value.shape)))
     axes = [a % len(value.shape) for a in axes if isinstance(a, int)] if value.shape else []
     if _is_mean_square(node):
@@ -327,7 +363,7 @@ def _reduced(value: Value, axes: Sequence[int], shape: tuple[int, ...]) -> Value
 def along(walk: Walk, node: Node) -> Result:
     """Each entry depends on all others of the axis, so these must stay."""
     value = walk.value(node.args[0])
-    walk.freeze_all(value, (int(node.args[1]),))  # type: ignore[call-overload]
+    walk.freeze_all(value, (int(argument(node, 1)),))
     return Value(value.shape, value.fields, value.sources)
 
 
@@ -335,20 +371,35 @@ def along(walk: Walk, node: Node) -> Result:
 def glu(walk: Walk, node: Node) -> Result:
     """One half gates the other."""
     value = walk.value(node.args[0])
-    axis = int(_argument(node, 1, "dim", -1)) % len(value.shape)
+    axis = int(argument(node, 1, "dim", -1)) % len(value.shape)
     shape = shape_of(node)
     rows, columns = walk.split(value.on(axis), (2, shape[axis]))
     walk.freeze(rows)
     return Value(shape, {**value.fields, axis: columns}, value.sources)
 
 
-_SPATIAL = (
-    "max_pool avg_pool adaptive_avg_pool adaptive_max_pool lp_pool fractional_max_pool "
-    "upsample_nearest upsample_bilinear upsample_bicubic upsample_linear upsample_trilinear"
-).split()
+_SPATIAL = [
+    "max_pool",
+    "avg_pool",
+    "adaptive_avg_pool",
+    "adaptive_max_pool",
+    "lp_pool",
+    "fractional_max_pool",
+    "upsample_nearest",
+    "upsample_bilinear",
+    "upsample_bicubic",
+    "upsample_linear",
+    "upsample_trilinear",
+]
 
 
-@rule(*(f"{name}{n}d" for name in (*_SPATIAL, "_upsample_nearest_exact", "_upsample_bilinear_aa") for n in (1, 2, 3)))
+@rule(
+    *(
+        f"{name}{n}d"
+        for name in (*_SPATIAL, "_upsample_nearest_exact", "_upsample_bilinear_aa")
+        for n in (1, 2, 3)
+    )
+)
 def spatial(walk: Walk, node: Node) -> Result:
     """Each channel by itself; pixels must stay."""
     value, shape = walk.value(node.args[0]), node.meta["val"]
@@ -360,13 +411,28 @@ def spatial(walk: Walk, node: Node) -> Result:
     return Value(shape_of(node), {a: f for a, f in value.fields.items() if a < first}, value.sources)
 
 
-@rule("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range_for_size", "sym_size")
+@rule(
+    "_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range_for_size", "sym_size"
+)
 def nothing(walk: Walk, node: Node) -> Result:
     """A check without a result."""
     return Value(())
 
 
-@rule(*"new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like rand_like randn_like".split())
+@rule(
+    *[
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "rand_like",
+        "randn_like",
+    ]
+)
 def fresh(walk: Walk, node: Node) -> Result:
     """Takes a shape and no values; what it makes carries no labels."""
     return Value(shape_of(node), {}, frozenset())
@@ -376,4 +442,4 @@ def fresh(walk: Walk, node: Node) -> Result:
 def block(walk: Walk, node: Node) -> Result:
     """A part of the graph under a switch."""
     place = next(i for i, a in enumerate(node.args) if isinstance(a, Node) and a.op == "get_attr")
-    return walk.inside(node, node.args[place], node.args[place + 1 :])  # type: ignore[arg-type]
+    return walk.inside(node, argument(node, place), node.args[place + 1 :])

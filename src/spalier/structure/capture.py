@@ -27,7 +27,7 @@ def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, Tensor):
         return (example,), {}
     raise ExampleError(
-        f"the example is a {type(example).__name__}; expected a tensor, a tuple of arguments or a dict of keyword arguments"
+        f"the example is a {type(example).__name__}; expected a tensor, a tuple of arguments or a dict of them"
     )
 
 

@@ -43,7 +43,9 @@ def without(net: nn.Module, structure: Structure, refused: dict[int, str]) -> St
     """The same structure where these streams are frozen too, and why."""
     assert structure.captured is not None
     captured = replace(structure.captured, assembly=structure.captured.assembly.without(refused))
-    return _structure(net, structure.fingerprint, structure.shapes, structure.names, structure.freeze, captured)
+    return _structure(
+        net, structure.fingerprint, structure.shapes, structure.names, structure.freeze, captured
+    )
 
 
 def _structure(
@@ -59,7 +61,9 @@ def _structure(
         mark,
         shapes,
         names,
-        frozenset(names[name] for name, tensor in tensors_of(net).items() if isinstance(tensor, nn.Parameter)),
+        frozenset(
+            names[name] for name, tensor in tensors_of(net).items() if isinstance(tensor, nn.Parameter)
+        ),
         tuple(assembly.streams),
         tuple(assembly.frozen),
         tuple(free_writers(net, captured.program, walk.found, assembly, names)),

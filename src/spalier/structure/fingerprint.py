@@ -39,7 +39,9 @@ def fingerprint(net: nn.Module, example: Any, freeze: Any = None) -> str:
     leaves, spec = tree_flatten(example)
     digest.update(str(spec).encode())
     for leaf in leaves:
-        digest.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode() if isinstance(leaf, Tensor) else repr(leaf).encode())
+        digest.update(
+            f"{tuple(leaf.shape)}{leaf.dtype}".encode() if isinstance(leaf, Tensor) else repr(leaf).encode()
+        )
     return digest.hexdigest()
 
 

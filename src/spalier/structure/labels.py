@@ -3,8 +3,8 @@
 Three kinds of facts are collected, in any order, and resolved once:
 
 - *pairs*: two labels are one;
-- *rules*: a label is gone as soon as one of several others is. A view of an axis as (heads, head size) gives such a rule: entry
-  (h, d) is gone where head h or position d is gone, so an array that is split stays a rectangle;
+- *rules*: a label is gone as soon as one of several others is. A view of an axis as (heads, head size) gives such a
+  rule: entry (h, d) is gone where head h or position d is gone, so an array that is split stays a rectangle;
 - *frozen* labels, each with the reason.
 
 Every fact only ever takes freedom away, so adding one that is not needed prunes less, never wrongly.
@@ -117,7 +117,9 @@ class Resolved:
         """The atoms of all roots, one after the other."""
         flat = np.repeat(np.arange(len(self._counts)), self._counts)
         counts = self._counts[self.made]
-        places = np.repeat(self._starts[self.made] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        places = np.repeat(self._starts[self.made] - np.cumsum(counts) + counts, counts) + np.arange(
+            counts.sum()
+        )
         flat[places] = self.members.T[self.members.T != NONE]
         return flat
 
@@ -156,7 +158,9 @@ class _Resolution:
             if expanded is not None:
                 return Resolved(self.root, self._reasons(), made, expanded)
             circle = _circle({int(m): tuple(row[row != NONE]) for m, row in zip(made, table.T, strict=True)})
-            self._merge(np.array(circle[:-1]), np.array(circle[1:]))  # each is gone with the next: all are one
+            self._merge(
+                np.array(circle[:-1]), np.array(circle[1:])
+            )  # each is gone with the next: all are one
 
     def _flat_rules(self) -> tuple[Ints, Ints]:
         """All rules as one table, filled up with NONE."""

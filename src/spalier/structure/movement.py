@@ -13,12 +13,23 @@ from torch.fx import Node
 
 from spalier.structure.labels import NONE, Ints
 from spalier.structure.values import Value
-from spalier.structure.walk import Result, Walk, rule, shape_of, sources, unknown
+from spalier.structure.walk import Result, Walk, argument, rule, shape_of, sources, unknown
 
 
 @rule(
-    *("alias clone contiguous detach dropout feature_dropout alpha_dropout lift_fresh_copy to type_as").split(),
-    *("_to_copy fill zero").split(),
+    "alias",
+    "clone",
+    "contiguous",
+    "detach",
+    "dropout",
+    "feature_dropout",
+    "alpha_dropout",
+    "lift_fresh_copy",
+    "to",
+    "type_as",
+    "_to_copy",
+    "fill",
+    "zero",
 )
 def same(walk: Walk, node: Node) -> Result:
     """Nothing moves."""
@@ -26,7 +37,9 @@ def same(walk: Walk, node: Node) -> Result:
     return Value(value.shape, value.fields, value.sources)
 
 
-@rule("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "reshape_as", "view_as", "_unsafe_view")
+@rule(
+    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "reshape_as", "view_as", "_unsafe_view"
+)
 def reshape(walk: Walk, node: Node) -> Result:
     """The same entries in the same order."""
     value, shape = walk.value(node.args[0]), shape_of(node)
@@ -52,7 +65,19 @@ def _new_place(old: tuple[int, ...], axis: int, new: tuple[int, ...]) -> int | N
     return None
 
 
-@rule("permute", "transpose", "mT", "t", "swapaxes", "movedim", "flip", "repeat", "repeat_interleave", "expand", "expand_as")
+@rule(
+    "permute",
+    "transpose",
+    "mT",
+    "t",
+    "swapaxes",
+    "movedim",
+    "flip",
+    "repeat",
+    "repeat_interleave",
+    "expand",
+    "expand_as",
+)
 def run_itself(walk: Walk, node: Node) -> Result:
     """Whatever the operation does, it does the same to labels."""
     shape = shape_of(node)
@@ -73,19 +98,19 @@ def _stand_in(argument: Any) -> Any:
 @rule("channel_shuffle")
 def channel_shuffle(walk: Walk, node: Node) -> Result:
     """Seen as (groups, channels), transposed."""
-    value, groups = walk.value(node.args[0]), node.args[1]
-    rows, columns = walk.split(value.on(1), (groups, value.shape[1] // groups), walk.where(node))  # type: ignore[operator,arg-type]
+    value, groups = walk.value(node.args[0]), int(argument(node, 1))
+    rows, columns = walk.split(value.on(1), (groups, value.shape[1] // groups), walk.where(node))
     walk.freeze(rows)  # their number is a setting
     fields = dict(value.fields)
-    per_group = value.shape[1] // groups  # type: ignore[operator]
-    fields[1] = [np.tile(r, per_group) for r in rows] + [np.repeat(c, groups) for c in columns]  # type: ignore[call-overload]
+    per_group = value.shape[1] // groups
+    fields[1] = [np.tile(r, per_group) for r in rows] + [np.repeat(c, groups) for c in columns]
     return Value(value.shape, fields, value.sources)
 
 
 @rule("pixel_shuffle", "pixel_unshuffle", "native_channel_shuffle")
 def pixels(walk: Walk, node: Node) -> Result:
     """Channels become pixels, or the other way round; pixels stay."""
-    value, factor = walk.value(node.args[0]), int(node.args[1])  # type: ignore[call-overload]
+    value, factor = walk.value(node.args[0]), int(argument(node, 1))
     channel = len(value.shape) - 3
     walk.freeze_all(value, (channel + 1, channel + 2))
     out = Value(shape_of(node), {a: f for a, f in value.fields.items() if a < channel}, value.sources)
@@ -102,8 +127,8 @@ def pixels(walk: Walk, node: Node) -> Result:
 @rule("cat", "concat", "concatenate")
 def concatenate(walk: Walk, node: Node) -> Result:
     """Along the axis labels stand side by side; along the others they are the same in every part."""
-    parts = [walk.value(n) for n in node.args[0] if len(shape_of(n)) > 1 or math.prod(shape_of(n))]  # type: ignore[union-attr]
-    axis = _argument(node, 1, "dim", 0) % len(shape_of(node))
+    parts = [walk.value(n) for n in argument(node, 0) if shape_of(n) != (0,)]
+    axis = argument(node, 1, "dim", 0) % len(shape_of(node))
     out = Value(shape_of(node), {}, sources(parts))
     most = max(len(part.on(axis)) for part in parts)
     for index in range(most):
@@ -117,8 +142,8 @@ def concatenate(walk: Walk, node: Node) -> Result:
 @rule("stack")
 def stack(walk: Walk, node: Node) -> Result:
     """A new axis without labels; along the others labels are the same in every part."""
-    parts = [walk.value(n) for n in node.args[0]]  # type: ignore[union-attr]
-    axis = _argument(node, 1, "dim", 0) % len(shape_of(node))
+    parts = [walk.value(n) for n in argument(node, 0)]
+    axis = argument(node, 1, "dim", 0) % len(shape_of(node))
     merged = Value(parts[0].shape, {}, sources(parts))
     _meet_others(walk, parts, merged)
     fields = {a + (a >= axis): f for a, f in merged.fields.items()}
@@ -135,20 +160,18 @@ def _none(size: int) -> Ints:
     return np.full(size, NONE)
 
 
-def _argument(node: Node, index: int, name: str, default: Any) -> Any:
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
-
-
 @rule("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split")
 def split(walk: Walk, node: Node) -> Result:
     """Equal parts are rows of a rectangle, which loses whole columns only; unequal ones must stay."""
     value = walk.value(node.args[0])
-    axis = _argument(node, 2, "dim", 0) % len(value.shape)
+    axis = argument(node, 2, "dim", 0) % len(value.shape)
     shapes = [tuple(part.shape) for part in node.meta["val"]]
     others = {a: f for a, f in value.fields.items() if a != axis}
     columns: list[Ints] = []
     if len({shape[axis] for shape in shapes}) == 1:
-        rows, columns = walk.split(value.on(axis), (len(shapes), shapes[0][axis])) if value.on(axis) else ([], [])
+        rows, columns = (
+            walk.split(value.on(axis), (len(shapes), shapes[0][axis])) if value.on(axis) else ([], [])
+        )
         walk.freeze(rows)
     else:
         walk.freeze(value.on(axis))
@@ -162,12 +185,12 @@ def split(walk: Walk, node: Node) -> Result:
 def slice_(walk: Walk, node: Node) -> Result:
     """One of several equal parts, or every n-th entry; anything else must stay."""
     value, shape = walk.value(node.args[0]), shape_of(node)
-    axis = _argument(node, 1, "dim", 0) % len(value.shape)
+    axis = argument(node, 1, "dim", 0) % len(value.shape)
     size, taken = value.shape[axis], shape[axis]
     fields = dict(value.fields)
     if size != taken and value.on(axis):
-        start = _argument(node, 2, "start", 0) or 0
-        start, step = start + size * (start < 0), _argument(node, 4, "step", 1)
+        start = argument(node, 2, "start", 0) or 0
+        start, step = start + size * (start < 0), argument(node, 4, "step", 1)
         fields[axis] = _part(walk, value.on(axis), size, taken, start, step)
     return Value(shape, fields, value.sources)
 
@@ -189,7 +212,7 @@ def _part(walk: Walk, fields: list[Ints], size: int, taken: int, start: int, ste
 def select(walk: Walk, node: Node) -> Result:
     """Picked by its number, so all must stay."""
     value = walk.value(node.args[0])
-    axis = _argument(node, 1, "dim", 0) % len(value.shape)
+    axis = argument(node, 1, "dim", 0) % len(value.shape)
     return _without(walk, value, axis, shape_of(node))
 
 
@@ -197,7 +220,7 @@ def select(walk: Walk, node: Node) -> Result:
 def unbind(walk: Walk, node: Node) -> Result:
     """Taken apart by number, so all must stay."""
     value = walk.value(node.args[0])
-    axis = _argument(node, 1, "dim", 0) % len(value.shape)
+    axis = argument(node, 1, "dim", 0) % len(value.shape)
     return [_without(walk, value, axis, tuple(part.shape)) for part in node.meta["val"]]
 
 
@@ -216,7 +239,7 @@ def getitem(walk: Walk, node: Node) -> Result:
 @rule("index")
 def index(walk: Walk, node: Node) -> Result:
     """Axes that are indexed by tensors must stay; the others go on where all indices stand together."""
-    value, indices = walk.value(node.args[0]), list(node.args[1])  # type: ignore[arg-type]
+    value, indices = walk.value(node.args[0]), list(argument(node, 1))
     indexed = [axis for axis, each in enumerate(indices) if each is not None]
     for each in node.all_input_nodes[1:]:
         walk.freeze_all(walk.value(each))
@@ -232,7 +255,7 @@ def index(walk: Walk, node: Node) -> Result:
 @rule("index_select")
 def index_select(walk: Walk, node: Node) -> Result:
     """The indexed axis must stay."""
-    value, axis = walk.value(node.args[0]), int(node.args[1])  # type: ignore[call-overload]
+    value, axis = walk.value(node.args[0]), int(argument(node, 1))
     walk.freeze_all(value, (axis,))
     walk.freeze_all(walk.value(node.args[2]))
     kept = {a: f for a, f in value.fields.items() if a != axis % len(value.shape)}
@@ -242,8 +265,8 @@ def index_select(walk: Walk, node: Node) -> Result:
 @rule("pad", "constant_pad_nd")
 def pad(walk: Walk, node: Node) -> Result:
     """Padding has no labels; what is padded with copies of itself must stay."""
-    value, widths = walk.value(node.args[0]), list(node.args[1])  # type: ignore[arg-type]
-    constant = _argument(node, 2, "mode", "constant") == "constant" or "constant_pad" in str(node.target)
+    value, widths = walk.value(node.args[0]), list(argument(node, 1))
+    constant = argument(node, 2, "mode", "constant") == "constant" or "constant_pad" in str(node.target)
     fields = dict(value.fields)
     for index, axis in enumerate(range(len(value.shape) - 1, len(value.shape) - 1 - len(widths) // 2, -1)):
         before, after = widths[2 * index], widths[2 * index + 1]
@@ -262,7 +285,7 @@ def pad(walk: Walk, node: Node) -> Result:
 def roll(walk: Walk, node: Node) -> Result:
     """By a fixed number of places, so a labelled axis must stay."""
     value = walk.value(node.args[0])
-    axes = _argument(node, 2, "dims", list(range(len(value.shape)))) or range(len(value.shape))
+    axes = argument(node, 2, "dims", list(range(len(value.shape)))) or range(len(value.shape))
     walk.freeze_all(value, axes)
     return Value(value.shape, value.fields, value.sources)
 

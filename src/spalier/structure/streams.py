@@ -1,21 +1,18 @@
-"""From labels to streams: sets of tensor axes that carry the same channels, and the units that can be taken out of them."""
+"""From labels to streams: tensor axes that carry the same channels, and the units that can be taken out of them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from spalier.structure.arithmetic import TAPS
 from spalier.structure.labels import NONE, Ints, LabelledAxis, Labels, Resolved
-from spalier.structure.walk import Role
-
-Kind = Literal["writer", "reader", "rider"]
+from spalier.structure.walk import Kind, Role
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +123,13 @@ class Assembly:
             for number, reason in refused.items()
             for m in self.streams[number].members
         ]
-        return Assembly([self.streams[n] for n in kept], self.frozen + frozen, self.resolved, renumbered[self.streams_of], self.units_of)
+        return Assembly(
+            [self.streams[n] for n in kept],
+            self.frozen + frozen,
+            self.resolved,
+            renumbered[self.streams_of],
+            self.units_of,
+        )
 
 
 def present(placed: Placed, size: int, keep: Sequence[npt.NDArray[np.bool_]]) -> npt.NDArray[np.bool_]:
@@ -159,7 +162,7 @@ def _kinds(labels: Labels, resolved: Resolved, roles: Sequence[Role]) -> dict[in
         of_owner[axis.owner].append(number)
     kinds: dict[int, Kind] = {}
     atoms: dict[int, Ints] = {}
-    rank = {"rider": 0, "reader": 1, "writer": 2}
+    rank: dict[Kind, int] = {"rider": 0, "reader": 1, "writer": 2}
     touched = np.zeros(labels.size, bool)
     for role in roles:
         if role.role == "rider":
@@ -245,7 +248,9 @@ def _members(
     return members
 
 
-def _frozen(labels: Labels, resolved: Resolved, found: _Occurrences, refused: dict[str, Ints]) -> list[Frozen]:
+def _frozen(
+    labels: Labels, resolved: Resolved, found: _Occurrences, refused: dict[str, Ints]
+) -> list[Frozen]:
     texts = list(dict.fromkeys([*resolved.reasons.values(), *refused]))
     number = {text: index for index, text in enumerate(texts)}
     reason = np.full(labels.size, NONE)
@@ -263,7 +268,9 @@ def _frozen(labels: Labels, resolved: Resolved, found: _Occurrences, refused: di
         held = resolved.root[whole][~free[whole]] if axis.owner else np.empty(0, np.int64)
         why, counts = np.unique(_why(held, resolved, reason), return_counts=True)
         named = ((texts[index], int(count)) for index, count in zip(why, counts, strict=True))
-        listed += [Frozen(axis.owner, axis.axis, count, axis.size, text) for text, count in named if text != TAPS]
+        listed += [
+            Frozen(axis.owner, axis.axis, count, axis.size, text) for text, count in named if text != TAPS
+        ]
     return listed
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from torch.export import ExportedProgram
 
 from spalier._table import table
+from spalier.structure.coding import to_dict
 from spalier.structure.streams import Assembly, Frozen, Placed, Stream, present
 from spalier.structure.walk import Walk
 from spalier.structure.writers import FreeWriter
@@ -105,8 +106,6 @@ class Structure:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data that JSON can hold, the same for the same network."""
-        from spalier.structure.files import to_dict  # files are made of structures
-
         return to_dict(self)
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """What a tensor of the graph carries: labels along its axes, and how these move, split and meet.
 
-A *field* is one label for each index of one axis. An axis may have several: an entry of the tensor is gone as soon as one
-of the labels at its indices is.
+A *field* is one label for each index of one axis. An axis may have several: an entry of the tensor is gone as soon as
+one of the labels at its indices is.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ class Meeting:
                 parts[axis].append(found)
         return parts
 
-    def moved(self, value: Value, move: Callable[[Tensor], Tensor], shape: Sequence[int], where: str | None) -> Value:
+    def moved(
+        self, value: Value, move: Callable[[Tensor], Tensor], shape: Sequence[int], where: str | None
+    ) -> Value:
         """Run a data movement on the fields themselves."""
         out = Value(tuple(shape), {}, value.sources)
         for axis, each in value.all():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from spalier.structure.values import Meeting, Value
 Result = Value | list[Value]
 Rule = Callable[["Walk", Node], Result]
 RULES: dict[str, Rule] = {}
+Kind = Literal["writer", "reader", "rider"]
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -38,7 +39,7 @@ class Role:
 
     sources: frozenset[str]
     labels: Ints
-    role: str
+    role: Kind
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Walk(Meeting):
         """The module whose attributes an operation is written with."""
         return module_of(node)
 
-    def role(self, value: Value, fields: list[Ints], role: str) -> None:
+    def role(self, value: Value, fields: list[Ints], role: Kind) -> None:
         """Remember what a parameter is to the channels that it meets."""
         if value.sources:
             for each in fields:
@@ -154,6 +155,11 @@ def sources(values: Sequence[Value]) -> frozenset[str] | None:
 def shape_of(node: Any) -> tuple[int, ...]:
     """The shape of a tensor in the graph; of an axis whose size depends on values, -1."""
     return tuple(n if isinstance(n, int) else -1 for n in node.meta["val"].shape)
+
+
+def argument(node: Node, index: int, name: str = "", default: Any = None) -> Any:
+    """An argument of an operation, by its place or by its name."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
 def unknown(walk: Walk, node: Node) -> Result:

@@ -1,9 +1,9 @@
 """Free writers: layers that may keep fewer channels than the stream that they write into.
 
-The paper prunes every convolution's outputs by itself, those into a residual stream too. Such a layer, with the norm that
-follows it, becomes small, and a gather spreads its channels over the stream. That can be done wherever what it writes is the
-output of a module that is called once: zeros stand there for the channels that it does not write, in the masked network
-as in the pruned one.
+The paper prunes every convolution's outputs by itself, those into a residual stream too. Such a layer, with the norm
+that follows it, becomes small, and a gather spreads its channels over the stream. That can be done wherever what it
+writes is the output of a module that is called once: zeros stand there for the channels that it does not write, in the
+masked network as in the pruned one.
 """
 
 from __future__ import annotations

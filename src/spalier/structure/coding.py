@@ -1,0 +1,59 @@
+"""A structure as plain data that JSON can hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from spalier.structure.labels import Ints
+
+FORMAT = 1
+
+
+def to_dict(structure: Any) -> dict[str, Any]:
+    """A structure as JSON can hold it; equal structures give equal data."""
+    return {
+        "format": FORMAT,
+        "fingerprint": structure.fingerprint,
+        "shapes": {name: list(shape) for name, shape in sorted(structure.shapes.items())},
+        "ties": {name: first for name, first in sorted(structure.names.items()) if name != first},
+        "parameters": sorted(structure.parameters),
+        "streams": [
+            {
+                "name": stream.name,
+                "units": stream.size,
+                "members": [[m.tensor, m.axis, m.role, _coded(m.units)] for m in stream.members],
+            }
+            for stream in structure.streams
+        ],
+        "frozen": [[f.tensor, f.axis, f.count, f.size, f.reason] for f in structure.frozen],
+        "writers": [
+            [w.name, w.stream, [list(member) for member in w.members], w.module, w.axis]
+            for w in structure.writers
+        ],
+        "extents": [
+            [e.module, list(e.sizes), [[[stream, _coded(u)] for stream, u in placed] for placed in e.placed]]
+            for e in structure.extents
+        ],
+    }
+
+
+def _coded(units: Ints) -> list[int] | dict[str, int]:
+    """Units along an axis; nearly always each of n in turn, for a run of indices each, the whole several times over."""
+    count = int(units.max()) + 1
+    for run in (1, int((units != units[0]).argmax()) or len(units)):
+        if len(units) % (count * run) == 0:
+            times = len(units) // (count * run)
+            if np.array_equal(units, _pattern(count, run, times)):
+                return {"units": count, "run": run, "times": times}
+    return [int(unit) for unit in units]
+
+
+def decoded(code: list[int] | dict[str, int]) -> Ints:
+    """Units along an axis, as they were before they were written down."""
+    return _pattern(code["units"], code["run"], code["times"]) if isinstance(code, dict) else np.array(code)
+
+
+def _pattern(units: int, run: int, times: int) -> Ints:
+    return np.tile(np.repeat(np.arange(units), run), times)
