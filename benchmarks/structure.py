@@ -10,11 +10,13 @@ Three parts, each with its own section in the results:
 Both libraries get the same networks in float64 and the same inputs, and remove half of everything at random.
 Torch-Pruning is used as its documentation and examples say, by a program that knows no network by name: layers that
 make the output are ignored, numbers of heads are read from attributes, and sizes of heads are set after pruning.
-It is tried with and without the numbers of heads, and the better result counts.
+timm's fused attention is off for it, as in its examples. It is tried with and without the numbers of heads, and the
+better result counts.
 
 Right means: the pruned network computes what the whole network computes with zeros for every weight that is gone.
 Norms and standardised weights count only what is left, as removal means. This check reads nothing but the weights
-that survived, and it is the same for both. Spalier's own check in ``prune_`` has to pass as well.
+that survived (and, for norms and standardised weights, the pruned layer itself on what is left), and it is the same
+for both. Spalier's own check in ``prune_`` has to pass as well.
 
 All seconds are CPU seconds of one thread: what else the machine does counts little in them.
 """
@@ -149,6 +151,11 @@ def half(structure: sp.Structure) -> sp.Plan:
 def best_of_torch_pruning(net: nn.Module, call: Call) -> dict[str, Any]:
     """With numbers of heads, and, if that is not right, without: in some networks the found ones do harm."""
     heads = numbers_of_heads(net)
+    for module in net.modules():
+        if hasattr(
+            module, "fused_attn"
+        ):  # its examples for timm turn this off, for the fused kernel's own scale
+            module.fused_attn = False
     row = attempt(partial(try_torch_pruning, copy.deepcopy(net), call, True))
     if heads and not row.get("equal") and "OutOfTime" not in row.get("error", ""):
         other = attempt(partial(try_torch_pruning, net, call, False))

@@ -74,6 +74,12 @@ class ExampleError(SpalierError):
     code = "example"
 
 
+class NetworkError(SpalierError):
+    """A network of another library cannot be made: the library is missing or broken, or has none of that name."""
+
+    code = "network"
+
+
 class TraceError(SpalierError):
     """A network cannot be captured, or nothing is known of how its channels hang together."""
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spalier.errors import ConfigError, WeightsError
+from spalier.errors import ConfigError, NetworkError, WeightsError
 
 Stem = Literal["imagenet", "cifar"]
 StrideOn = Literal["conv1", "conv2"]
@@ -148,6 +149,43 @@ class Loaded:
     """Stems that were average-pooled to the network's smaller kernel."""
     skipped: tuple[str, ...]
     """Entries of a head with another number of classes: the network keeps its own."""
+
+
+def network(name: str, **options: Any) -> nn.Module:
+    """A network of another library by name, ``torchvision:NAME`` or ``timm:NAME``; options go to its constructor.
+
+    >>> network("resnet18")
+    Traceback (most recent call last):
+    spalier.errors.NetworkError: 'resnet18' names no library; expected torchvision:NAME or timm:NAME
+    """
+    library, _, model = name.partition(":")
+    if library not in ("torchvision", "timm") or not model:
+        raise NetworkError(f"{name!r} names no library; expected torchvision:NAME or timm:NAME")
+    module = _imported("torchvision.models" if library == "torchvision" else "timm")
+    make = module.get_model if library == "torchvision" else module.create_model
+    try:
+        made: nn.Module = make(model, **options)
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise NetworkError(f"{library} cannot make {model!r}: {error}") from error
+    return made
+
+
+def _imported(name: str) -> Any:
+    library = name.partition(".")[0]
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != library:
+            raise
+        raise NetworkError(f"{library} is not installed; pip install {library}") from error
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise
+        raise NetworkError(
+            f"torchvision cannot load its compiled operators beside torch {torch.__version__} ({error}), and {library} "
+            "needs it or looks for it; install torch and torchvision of matching versions from the same place, or "
+            "uninstall torchvision if nothing else needs it"
+        ) from error
 
 
 def load_weights_(
