@@ -151,11 +151,11 @@ def half(structure: sp.Structure) -> sp.Plan:
 def best_of_torch_pruning(net: nn.Module, call: Call) -> dict[str, Any]:
     """With numbers of heads, and, if that is not right, without: in some networks the found ones do harm."""
     heads = numbers_of_heads(net)
-    for module in net.modules():
-        if hasattr(
-            module, "fused_attn"
-        ):  # its examples for timm turn this off, for the fused kernel's own scale
-            module.fused_attn = False
+    for (
+        module
+    ) in net.modules():  # its examples for timm turn this off: the fused kernel has a scale of its own
+        if hasattr(module, "fused_attn"):
+            setattr(module, "fused_attn", False)  # noqa: B010  (no module declares it)
     row = attempt(partial(try_torch_pruning, copy.deepcopy(net), call, True))
     if heads and not row.get("equal") and "OutOfTime" not in row.get("error", ""):
         other = attempt(partial(try_torch_pruning, net, call, False))

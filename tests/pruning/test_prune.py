@@ -48,6 +48,28 @@ def test_units_are_those_of_the_base_however_often_one_prunes():
         sp.prune_(net, sp.Plan(structure, {"0": [1, 2]}))
 
 
+def test_gradients_are_cut_too():
+    net = tiny_cnn()
+    net(IMAGE).sum().backward()
+    grad = net[0].weight.grad
+    sp.prune_(net, plan(net))
+    assert torch.equal(net[0].weight.grad, grad[[1, 2, 5]])
+
+
+def test_pruning_often_holds_on_to_the_base_alone():
+    net = tiny_cnn()
+    structure = sp.trace(net, IMAGE)
+    base = net[3].weight
+    sp.attach_(net, sp.SPLoRA(rank=2))
+    for kept in (6, 4, 2):
+        sp.prune_(net, sp.Plan(structure, {"0": range(kept), "3": range(kept)}))
+    held = [t for t in net._spalier.pruned.tensors() if t.dim() == 4]
+    assert any(t is base for t in held)
+    assert len(held) == 2
+    sp.detach_(net)
+    assert net[3].weight is base
+
+
 def test_parameters_stay_the_same_objects():
     net = tiny_cnn()
     before = dict(net.named_parameters())
@@ -270,11 +292,14 @@ class PerChannel(nn.Module):
 
 def test_a_mismatch_rolls_everything_back_and_names_the_module():
     net = Divides()
+    net(IMAGE).sum().backward()
+    grads = [p.grad for p in net.parameters()]
     chosen, before = plan(net, {"one": [0, 1]}), snapshot(net)
     with pytest.raises(PruneError, match=r"scale \(PerChannel\) is the first to differ; nothing was changed"):
         sp.prune_(net, chosen)
     assert_unchanged(net, before)
     assert net.one.out_channels == 8
+    assert all(p.grad is grad for p, grad in zip(net.parameters(), grads, strict=True))
 
 
 def test_the_check_would_find_a_wrong_cut(monkeypatch):

@@ -16,8 +16,8 @@ class Changes:
 
     entries: list[tuple[nn.Module, str, Any, Any]] = field(default_factory=list)
     """Module, the dictionary of it that was changed (empty for plain attributes), the key, and what was there."""
-    values: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Tensors that were given other values, and the values they had."""
+    values: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)
+    """Tensors that were given other values, the values they had, and their gradients."""
 
     def set_(self, module: nn.Module, place: str, key: Any, value: Any) -> None:
         """Change an entry of a module's dictionary, or an attribute where ``place`` is empty."""
@@ -34,14 +34,17 @@ class Changes:
         self.entries.append((module, place, key, _ABSENT))
 
     def set_values_(self, tensor: Tensor, values: Tensor) -> None:
-        """Let a tensor hold other values, of another shape perhaps; whoever refers to it sees them."""
-        self.values.append((tensor, tensor.data))
+        """Let a tensor hold other values, of another shape perhaps, without a gradient; whoever refers to it sees them."""
+        self.values.append((tensor, tensor.data, tensor.grad))
+        tensor.grad = None
         tensor.data = values
 
     def undo_(self) -> None:
         """Put everything back as it was."""
-        for tensor, values in reversed(self.values):
+        for tensor, values, grad in reversed(self.values):
+            tensor.grad = None
             tensor.data = values
+            tensor.grad = grad
         for module, place, key, value in reversed(self.entries):
             where = getattr(module, place) if place else module.__dict__
             if isinstance(value, str) and value == _ABSENT:  # a copied log holds a copy of the word
@@ -50,6 +53,14 @@ class Changes:
                 where[key] = value
         self.values.clear()
         self.entries.clear()
+
+    def keep_(self, later: Changes) -> None:
+        """Take up later entries as far as needed to undo everything: of each place, what was there first."""
+        known = {(id(module), place, key) for module, place, key, _ in self.entries}
+        for module, place, key, value in later.entries:
+            if (id(module), place, key) not in known:
+                known.add((id(module), place, key))
+                self.entries.append((module, place, key, value))
 
     def tensors(self) -> list[Tensor]:
         """The tensors that gave way to others."""

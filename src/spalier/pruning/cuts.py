@@ -102,7 +102,7 @@ class Cutter:
     def _shrink_(self, parameter: nn.Parameter, small: Tensor, indices: Indices) -> None:
         """Keep the parameter itself, so that whoever trains it goes on with it."""
         self.sliced[parameter] = (parameter, indices)
-        grad, parameter.grad = parameter.grad, None
+        grad = parameter.grad
         self.changes.set_values_(parameter, small)
         if grad is not None:
             parameter.grad = cut(grad, indices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,9 @@ class Kept:
 
     streams: tuple[Mask, ...]
     writers: dict[str, Mask]
+    _known: dict[str, list[Mask]] = field(default_factory=dict, repr=False)
 
-    def indices(self, structure: Structure, tensor: str, axis: int) -> Mask:
-        """Which indices of a base tensor's axis are left."""
+    def _indices(self, structure: Structure, tensor: str, axis: int) -> Mask:
         size = structure.shapes[tensor][axis]
         left = present(structure.axes.get((tensor, axis), ()), size, self.streams)
         for writer in structure.writers:
@@ -37,7 +37,10 @@ class Kept:
 
     def of(self, structure: Structure, tensor: str) -> list[Mask]:
         """Which indices of each axis of a base tensor are left."""
-        return [self.indices(structure, tensor, axis) for axis in range(len(structure.shapes[tensor]))]
+        if tensor not in self._known:
+            axes = range(len(structure.shapes[tensor]))
+            self._known[tensor] = [self._indices(structure, tensor, axis) for axis in axes]
+        return self._known[tensor]
 
     def to_dict(self, structure: Structure, attributes: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """As plain numbers, with the base's values of attributes that have changed."""

@@ -82,7 +82,7 @@ def prune_(
         raise
     cut_optimizers_(optimizers, cutter.sliced)
     if attachment is not None:
-        attachment.pruned.entries += changes.entries
+        attachment.pruned.keep_(changes)
 
 
 def _checked(net: nn.Module, plan: Plan) -> Attachment | None:
