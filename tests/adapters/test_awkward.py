@@ -271,3 +271,14 @@ def test_naming_a_head_in_a_deep_network_takes_no_longer_than_not_naming_it():
         patch.setattr(sp.adapters.attach, "select_named", lambda *a: calls.append(a) or original(*a))
         sp.attach_(net, sp.SPLoRA(1), head="399")
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("tokens", [3, 400])  # fused and parallel
+def test_an_activation_in_place_after_a_linear_layer(tokens):
+    net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 4)).double()
+    sp.attach_(net, sp.SPLoRA(rank=2))
+    awaken_(net)
+    x = torch.randn(2, tokens, 16, dtype=torch.float64)
+    assert torch.allclose(net(x), sp.fuse(net)(x), atol=1e-12)
+    net(x).sum().backward()
+    assert net[0].weight_adapter.down.grad.abs().sum() > 0

@@ -15,48 +15,39 @@ from torch import nn
 def masked_copy(plain, structure, kept):
     """A copy of an unpruned, plain network in which all that is gone is zero; None if a norm has no oracle here."""
     net = copy.deepcopy(plain)
+    left = what_is_left(structure, kept)
     tensors = dict([*net.named_parameters(), *net.named_buffers()])
-    left = {name: _left(structure, kept, name) for name in structure.shapes if name in tensors}
     with torch.no_grad():
         for name, masks in left.items():
-            for axis, mask in enumerate(masks):
+            for axis, mask in enumerate(masks) if name in tensors else ():
                 tensors[name].index_fill_(axis, torch.from_numpy(np.flatnonzero(~mask)), 0)
     paths = dict(net.named_modules())
     for path in {extent.module for extent in structure.extents if len(extent.sizes) == 1}:
         if isinstance(paths[path], nn.modules.conv._ConvNd):  # a standardised weight
             return None
-        mask = _mask_of(structure, kept, path)
-        if mask is not None and not mask.all() and not _replace_norm_(paths[path], torch.from_numpy(mask)):
+        (mask, *others) = left.get(f"{path}.weight", [None])
+        is_norm = mask is not None and not others
+        if is_norm and not mask.all() and not _replace_norm_(paths[path], torch.from_numpy(mask)):
             return None
     return net
 
 
-def _left(structure, kept, name):
-    """Which indices of each axis are left, said in loops."""
-    masks = [np.ones(n, bool) for n in structure.shapes[name]]
+def what_is_left(structure, kept):
+    """Which indices of each axis of each tensor are left, entry by entry."""
+    masks = {name: [np.ones(n, bool) for n in shape] for name, shape in structure.shapes.items()}
     for stream in structure.streams:
-        gone = set(range(stream.size)) - set(kept["streams"][stream.name])
+        stays = set(kept["streams"][stream.name])
         for member in stream.members:
-            if member.tensor == name:
-                for index, unit in enumerate(member.units):
-                    if unit in gone:
-                        masks[member.axis][index] = False
+            for index, unit in enumerate(member.units.tolist()):
+                if unit >= 0 and unit not in stays:
+                    masks[member.tensor][member.axis][index] = False
     for writer in structure.writers:
-        if writer.name in kept["writers"]:
-            for tensor, axis in writer.members:
-                if tensor == name:
-                    for index in range(len(masks[axis])):
-                        if index not in kept["writers"][writer.name]:
-                            masks[axis][index] = False
+        stays = set(kept["writers"].get(writer.name, range(structure.streams[writer.stream].size)))
+        for tensor, axis in writer.members:
+            for index in range(len(masks[tensor][axis])):
+                if index not in stays:
+                    masks[tensor][axis][index] = False
     return masks
-
-
-def _mask_of(structure, kept, path):
-    """What is left along the axis that a norm averages; None for a module that is no norm."""
-    weight = f"{path}.weight"
-    if weight in structure.shapes and len(structure.shapes[weight]) == 1:
-        return _left(structure, kept, weight)[0]
-    return None
 
 
 def _replace_norm_(module, mask):

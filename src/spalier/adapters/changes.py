@@ -34,7 +34,7 @@ class Changes:
         self.entries.append((module, place, key, _ABSENT))
 
     def set_values_(self, tensor: Tensor, values: Tensor) -> None:
-        """Let a tensor hold other values, of another shape perhaps, without a gradient; whoever refers to it sees them."""
+        """Let a tensor hold other values, of another shape perhaps, and no gradient; whoever holds it sees them."""
         self.values.append((tensor, tensor.data, tensor.grad))
         tensor.grad = None
         tensor.data = values

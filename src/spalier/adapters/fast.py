@@ -64,16 +64,22 @@ def _fusing_pays(pixels: int, weight: Tensor) -> bool:
     return pixels * (inputs + outputs) > weight.numel()
 
 
+def _no_view(out: Tensor) -> Tensor:
+    """The same memory, not as a view of a matrix: an activation that works in place may follow."""
+    made: Tensor = torch.ops.aten._unsafe_view(out, out.shape) if out.dim() > 2 else out
+    return made
+
+
 class _Linear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> Tensor:
         if _fusing_pays(x.shape[:-1].numel(), weight):
-            return F.linear(x, torch.addmm(weight, up.T, down), bias)
+            return _no_view(F.linear(x, torch.addmm(weight, up.T, down), bias))
         out = F.linear(x, weight, bias).contiguous()
         _accumulate_(_columns(out), _project(_columns(x), down), up)
-        return out
+        return _no_view(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -50,12 +51,12 @@ def _quiet() -> Iterator[None]:
 
 
 def _unfollowed(probe: _Probe, structure: Structure) -> dict[int, str]:
-    if probe.fails(()) is not None:  # it needs values to run; `prune_` will compare them
-        return {}
     refused: dict[int, str] = {}
     alone: dict[int, str | None] = {}
     left = list(range(len(structure.streams)))
     while (failure := probe.fails(left)) is not None:
+        if not refused and probe.fails(()) is not None:  # it needs values to run; `prune_` will compare them
+            return {}
         place, reason = failure
         suspects = _suspects(structure, left, place)
         for number in suspects:
@@ -112,6 +113,9 @@ class _Probe:
         self.replaced = {path for path, module in self.twin.named_modules() if isinstance(module, kind)}
         self.captured = structure.captured
         self.whole: _Shapes | None = None
+        last = next(iter(reversed(structure.captured.program.graph.nodes)))
+        made = (node.meta["val"] for node in last.args[0] if isinstance(node, Node))
+        self.outputs = [tuple(value.shape) for value in made if isinstance(value, Tensor)]
 
     def fails(self, streams: Iterable[int]) -> tuple[str, str] | None:
         """Take a unit out of each of these; where the twin fails, and how, or None."""
@@ -123,34 +127,57 @@ class _Probe:
         try:
             with self.mode:
                 apply_(self.twin, self.structure, _FakeCutter(None, changes), before, Kept(tuple(masks), {}))
-                return self._run(masks)
+            found = self._run()
         finally:
             changes.undo_()
+        if isinstance(found, tuple):
+            return found
+        if found.outputs != self.outputs:
+            return "", "the network's output changes its shape where channels go"
+        return None if self._fits(found, masks) else self._misfit(found, masks)
 
-    def _run(self, masks: list[Mask]) -> tuple[str, str] | None:
+    def _run(self) -> _Shapes | tuple[str, str]:
+        """The shapes that the twin makes; or where it fails, and how."""
         args, kwargs = arguments(self.example)
         self.running.clear()
         shapes = _Shapes(self.running, self.replaced)
         try:
-            with in_eval_mode(self.twin), torch.no_grad(), shapes:
+            with self.mode, in_eval_mode(self.twin), torch.no_grad(), shapes:
                 out = tree_leaves(self.twin(*args, **kwargs))
         except Exception as error:
             place = self.running[-1] if self.running else ""
-            line = next(
-                (text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__
-            )
-            return place, f"the code of {place or 'the network itself'} does not follow: {line}"
+            lines = (text.strip() for text in str(error).splitlines() if text.strip())
+            why = next(lines, type(error).__name__)
+            return place, f"the code of {place or 'the network itself'} does not follow: {why}"
         shapes.outputs = [tuple(x.shape) for x in out if isinstance(x, Tensor)]
-        if self.whole is None:
-            self.whole = shapes
-        return self._misfit(self.whole, shapes, masks)
+        return shapes
 
-    def _misfit(self, whole: _Shapes, cut: _Shapes, masks: list[Mask]) -> tuple[str, str] | None:
-        """Where a view has not become what the structure says: a fixed number of heads or groups."""
-        if cut.outputs != whole.outputs or len(cut.views) != len(whole.views):
+    def _fits(self, cut: _Shapes, masks: list[Mask]) -> bool:
+        """Each module has made the very views of the graph, in order and of the sizes that the structure says."""
+        made: dict[str, list[tuple[int, ...]]] = {}
+        for place, shape in cut.views:
+            made.setdefault(place, []).append(shape)
+        known = self.captured.walk.views
+        return all(
+            made.get(place) == [self._left(value, masks) for value in values]
+            for place, values in known.items()
+            if place not in self.replaced
+        )
+
+    def _misfit(self, cut: _Shapes, masks: list[Mask]) -> tuple[str, str] | None:
+        """Where a view has not become what the structure says: a fixed number of heads or groups.
+
+        Operations may make views of their own, which the graph does not have: the whole twin shows which.
+        """
+        if self.whole is None:
+            found = self._run()
+            if isinstance(found, tuple):
+                return found
+            self.whole = found
+        if len(cut.views) != len(self.whole.views):
             return "", "the network computes something else where channels go"
-        for (place, was), (_, now) in zip(whole.views, cut.views, strict=True):
-            made = self.captured.walk.views.get((place, was))
+        for (place, was), (_, now) in zip(self.whole.views, cut.views, strict=True):
+            made = [value for value in self.captured.walk.views.get(place, ()) if value.shape == was]
             if made and now not in [self._left(value, masks) for value in made]:
                 return place, f"the code of {place or 'the network itself'} splits channels by a fixed number"
         return None

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
+from spalier.structure.capture import operation
 from spalier.structure.labels import NONE, Ints
 from spalier.structure.values import Value
 from spalier.structure.walk import Result, Walk, argument, rule, shape_of, sources, unknown
@@ -50,6 +51,8 @@ def reshape(walk: Walk, node: Node) -> Result:
         if place is not None:
             out.fields[place] = value.fields[axis] + out.fields.get(place, [])
     walk.note_sizes(out, walk.where(node))
+    if operation(node) not in ("squeeze", "unsqueeze"):
+        walk.views.setdefault(walk.where(node), []).append(out)
     return out
 
 

@@ -52,8 +52,8 @@ class Meeting:
         """How a module's code splits axes: its path, the sizes, and the labels along each."""
         self.sized: dict[tuple[str, int], list[list[Ints]]] = {}
         """Axes whose sizes a module's code may hold: its path, the size, and the fields."""
-        self.views: dict[tuple[str, tuple[int, ...]], list[Value]] = {}
-        """What views make, by the path of the module that asks for them and their shape."""
+        self.views: dict[str, list[Value]] = {}
+        """What views make, in order, by the path of the module that asks for them."""
 
     def meet(self, sides: Sequence[list[Ints] | None]) -> list[Ints]:
         """Axes that run in parallel: their labels are one. None is an axis without any, where all others must stay."""
@@ -122,7 +122,6 @@ class Meeting:
 
     def note_sizes(self, value: Value, where: str) -> None:
         """A module's code may hold the sizes of these axes."""
-        self.views.setdefault((where, value.shape), []).append(value)
         for axis, fields in value.fields.items():
             if fields:
                 self.sized.setdefault((where, value.shape[axis]), []).append(fields)
