@@ -59,8 +59,8 @@ class Meeting:
         """Axes that run in parallel: their labels are one. None is an axis without any, where all others must stay."""
         labelled = [side for side in sides if side]
         if len(labelled) < len(sides):
-            for side in labelled:
-                self.freeze(side)
+            for each in (field for side in labelled for field in side):
+                self.labels.freeze(each, f"{self.reason}: the other side carries no channels")
             return []
         kept = labelled[0]
         for side in labelled[1:]:
