@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from spalier.errors import TraceError
+from spalier.pruning.kept import MARK
 from spalier.pruning.probe import unfollowed
 from spalier.structure.files import Cache
 from spalier.structure.find import Freeze, find, without
@@ -43,6 +45,11 @@ def trace(
       2.bias[0]   2 of 2  an output of the network
     8 units in 1 streams; 96.6% of the weights can go
     """
+    if isinstance(net, nn.Module) and MARK in net.__dict__:
+        raise TraceError(
+            "the network is pruned already, and units are counted in its base; use the structure that it was "
+            "pruned with"
+        )
     known = None
     if cache is not None and isinstance(net, nn.Module):
         known = Cache(cache).get(fingerprint(net, example, freeze))

@@ -287,7 +287,7 @@ class Divides(nn.Module):
 
 class PerChannel(nn.Module):
     def forward(self, x):
-        return x / x.shape[1]
+        return x / torch.tensor(float(x.shape[1]))
 
 
 def test_a_mismatch_rolls_everything_back_and_names_the_module():

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from spalier.adapters.changes import Changes
 from spalier.adapters.forward import OWN_FORWARD, adapter_name, divert_, undivert_
+from spalier.adapters.layers import Added
 from spalier.adapters.updates import Update
 from spalier.errors import AttachmentError
 
@@ -123,7 +124,7 @@ class Attachment:
         present = set(self.root.modules())
         gone = [e.name for e in self.updated if e.layer not in present]
         gone += [
-            type(m).__name__ for m in self.flags if whole and m not in present and not isinstance(m, Update)
+            type(m).__name__ for m in self.flags if whole and m not in present and not isinstance(m, Added)
         ]
         if gone:
             raise AttachmentError(

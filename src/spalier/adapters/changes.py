@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _ABSENT = "(absent)"
@@ -36,15 +37,12 @@ class Changes:
     def set_values_(self, tensor: Tensor, values: Tensor) -> None:
         """Let a tensor hold other values, of another shape perhaps, and no gradient; whoever holds it sees them."""
         self.values.append((tensor, tensor.data, tensor.grad))
-        tensor.grad = None
-        tensor.data = values
+        _put(tensor, values, None)
 
     def undo_(self) -> None:
         """Put everything back as it was."""
         for tensor, values, grad in reversed(self.values):
-            tensor.grad = None
-            tensor.data = values
-            tensor.grad = grad
+            _put(tensor, values, grad)
         for module, place, key, value in reversed(self.entries):
             where = getattr(module, place) if place else module.__dict__
             if isinstance(value, str) and value == _ABSENT:  # a copied log holds a copy of the word
@@ -65,3 +63,17 @@ class Changes:
     def tensors(self) -> list[Tensor]:
         """The tensors that gave way to others."""
         return [value for *_, value in self.entries if isinstance(value, Tensor)]
+
+
+def _put(tensor: Tensor, values: Tensor, grad: Tensor | None) -> None:
+    """Other values in the same tensor object.
+
+    A loss that is still around keeps the node that accumulates gradients, with the old shape; PyTorch makes another
+    one only where the dtype changes, so it changes there and back.
+    """
+    tensor.grad = None
+    if type(values) is Tensor and not values.is_meta:
+        other = torch.float16 if values.dtype != torch.float16 else torch.float32
+        tensor.data = torch.empty(0, dtype=other, device=values.device)
+    tensor.data = values
+    tensor.grad = grad

@@ -13,20 +13,20 @@ from torch.fx import Node
 from spalier.adapters.changes import Changes
 from spalier.pruning.kept import Kept
 from spalier.pruning.masking import Read, masked_run
-from spalier.structure.capture import arguments, in_eval_mode, module_of
+from spalier.structure.capture import arguments, copied, in_eval_mode, module_of, preserved
 from spalier.structure.streams import present
 from spalier.structure.structure import Captured, Structure
 from spalier.structure.values import Value
 
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.complex64: 1e-3, torch.complex128: 1e-8}
-"""Largest difference, relative to the largest entry; half precision gets 5e-2."""
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.complex64: 1e-4, torch.complex128: 1e-8}
+"""Largest difference, relative to the largest entry; half precision gets 2e-2."""
 
 
 def tolerance(captured: Captured) -> float:
     """How far two ways of computing the same may differ, by the coarsest numbers on the way (a norm may cast)."""
     made = (node.meta.get("val") for node in captured.program.graph.nodes)
     kinds = {t.dtype for t in made if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())}
-    return max((_TOLERANCE.get(kind, 5e-2) for kind in kinds), default=0.0)
+    return max((_TOLERANCE.get(kind, 2e-2) for kind in kinds), default=0.0)
 
 
 def is_close(found: Sequence[Any], wanted: Sequence[Any], tolerance: float) -> bool:
@@ -87,9 +87,9 @@ def _leaf_outputs(net: nn.Module, example: Any) -> tuple[dict[str, Tensor], str 
     for path, module in net.named_modules():
         handles.append(module.register_forward_pre_hook(_enter(running, path)))
         handles.append(module.register_forward_hook(_leave(running, path, outputs)))
-    args, kwargs = arguments(example)
+    args, kwargs = arguments(copied(example))
     try:
-        with in_eval_mode(net), torch.no_grad():
+        with preserved(net), in_eval_mode(net), torch.no_grad():
             net(*args, **kwargs)
     except Exception:
         return outputs, running[-1] if running else ""

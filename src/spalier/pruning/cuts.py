@@ -126,13 +126,31 @@ class Cutter:
             self.changes.set_(update, place, key, value)
 
 
+def optimizers_of(net: nn.Module, given: object) -> list[Optimizer]:
+    """The optimizers that were passed; each must train something of the network."""
+    several = [given] if isinstance(given, Optimizer) else given if isinstance(given, list | tuple) else None
+    if given is None:
+        return []
+    if several is None or not all(isinstance(each, Optimizer) for each in several):
+        raise PruneError(
+            f"optimizer is a {type(given).__name__}, expected a torch.optim.Optimizer or a list of them"
+        )
+    own = set(net.parameters())
+    for optimizer in several:
+        if own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
+            raise PruneError(
+                f"the {type(optimizer).__name__} trains no parameter of this network; pass the one that does"
+            )
+    return list(several)
+
+
 def check_optimizers(optimizers: Iterable[Optimizer], parameters: Iterable[Tensor]) -> None:
     """Refuse state that is not laid out like its parameter: it could not be cut with it."""
     chosen = set(parameters)
     for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
+        if isinstance(optimizer, torch.optim.LBFGS):
             raise PruneError(
-                f"optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer or several"
+                "LBFGS keeps one state for all parameters, which cannot be cut; make a new one after pruning"
             )
         for parameter, state in optimizer.state.items():
             for key, value in state.items() if parameter in chosen else ():

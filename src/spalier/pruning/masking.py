@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from spalier.pruning.kept import Kept
-from spalier.structure.capture import arguments, operation
+from spalier.structure.capture import arguments, copied, operation
 from spalier.structure.streams import present
 from spalier.structure.structure import Captured, Mask, Structure
 from spalier.structure.walk import Statistic
@@ -73,7 +73,7 @@ class _Run:
 
     def outputs(self) -> list[Any]:
         program = self.captured.program
-        args, kwargs = arguments(self.captured.example)
+        args, kwargs = arguments(copied(self.captured.example))
         given = iter(tree_leaves((args, kwargs)))
         constants = program.graph_signature.inputs_to_lifted_tensor_constants
         values: dict[Node, Any] = {}

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Literal
 
 import numpy as np
+from torch import Tensor
 
 from spalier._table import table
 from spalier.errors import PlanError
@@ -74,9 +75,10 @@ def _size(structure: Structure, name: str, writers: Writers) -> int:
 
 def _units(name: str, units: Iterable[int], size: int) -> tuple[int, ...]:
     try:
+        units = units.tolist() if isinstance(units, Tensor | np.ndarray) else list(units)
         given = [int(unit) for unit in units]
         exact = all(isinstance(u, int | np.integer) and not isinstance(u, bool) for u in units)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         exact = False
     if not exact:
         raise PlanError(f"the units of {name!r} are {units!r}, expected whole numbers below {size}")

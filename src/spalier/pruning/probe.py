@@ -8,9 +8,7 @@ alone, tells.
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -26,7 +24,8 @@ from spalier.adapters.changes import Changes
 from spalier.pruning.cuts import Cutter, Indices
 from spalier.pruning.kept import Kept, kept_of
 from spalier.pruning.prune import apply_
-from spalier.structure.capture import arguments, as_base, in_eval_mode, on_device_of
+from spalier.structure.capture import arguments, as_base, on_device_of, operation, quiet
+from spalier.structure.find import UNUSED
 from spalier.structure.structure import Extent, Mask, Structure
 from spalier.structure.values import Value
 
@@ -34,26 +33,25 @@ from spalier.structure.values import Value
 def unfollowed(net: nn.Module, structure: Structure) -> dict[int, str]:
     """The streams that the network's code cannot lose channels of, and why."""
     assert structure.captured is not None
-    with _quiet():
+    with quiet():
         return _unfollowed(_Probe(net, structure), structure)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """PyTorch logs what fails on fake tensors; here that is an answer."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def _unfollowed(probe: _Probe, structure: Structure) -> dict[int, str]:
     refused: dict[int, str] = {}
-    alone: dict[int, str | None] = {}
     left = list(range(len(structure.streams)))
+    # a layer that the example passes by may read a stream where the network trains
+    modes = (False, True) if any(f.reason == UNUSED for f in structure.frozen) else (False,)
+    for training in modes:
+        refused |= _refused(probe, structure, left, training)
+        left = [number for number in left if number not in refused]
+    return refused
+
+
+def _refused(probe: _Probe, structure: Structure, left: list[int], training: bool) -> dict[int, str]:
+    probe.training = training
+    refused: dict[int, str] = {}
+    alone: dict[int, str | None] = {}
     while (failure := probe.fails(left)) is not None:
         if not refused and probe.fails(()) is not None:  # it needs values to run; `prune_` will compare them
             return {}
@@ -113,6 +111,13 @@ class _Probe:
         self.replaced = {path for path, module in self.twin.named_modules() if isinstance(module, kind)}
         self.captured = structure.captured
         self.whole: _Shapes | None = None
+        self.training = False
+        self.numbers = {
+            (operation(node), number)
+            for node in structure.captured.program.graph.nodes
+            if node.op == "call_function"
+            for number in _numbers(node.args)
+        }
         last = next(iter(reversed(structure.captured.program.graph.nodes)))
         made = (node.meta["val"] for node in last.args[0] if isinstance(node, Node))
         self.outputs = [tuple(value.shape) for value in made if isinstance(value, Tensor)]
@@ -132,6 +137,8 @@ class _Probe:
             changes.undo_()
         if isinstance(found, tuple):
             return found
+        if self.training:  # another graph: that it runs is all that can be said
+            return None
         if found.outputs != self.outputs:
             return "", "the network's output changes its shape where channels go"
         return None if self._fits(found, masks) else self._misfit(found, masks)
@@ -142,7 +149,9 @@ class _Probe:
         self.running.clear()
         shapes = _Shapes(self.running, self.replaced)
         try:
-            with self.mode, in_eval_mode(self.twin), torch.no_grad(), shapes:
+            self.twin.train()
+            self.twin.train(self.training)
+            with self.mode, torch.no_grad(), shapes:
                 out = tree_leaves(self.twin(*args, **kwargs))
         except Exception as error:
             place = self.running[-1] if self.running else ""
@@ -158,6 +167,8 @@ class _Probe:
         for place, shape in cut.views:
             made.setdefault(place, []).append(shape)
         known = self.captured.walk.views
+        if any((name, number) not in self.numbers for _, name, number in cut.numbers):
+            return False
         return all(
             made.get(place) == [self._left(value, masks) for value in values]
             for place, values in known.items()
@@ -176,6 +187,14 @@ class _Probe:
             self.whole = found
         if len(cut.views) != len(self.whole.views):
             return "", "the network computes something else where channels go"
+        if len(cut.numbers) == len(self.whole.numbers):
+            for one, other in zip(self.whole.numbers, cut.numbers, strict=True):
+                if one != other:
+                    place = one[0]
+                    return (
+                        place,
+                        f"the code of {place or 'the network itself'} computes with a number of channels",
+                    )
         for (place, was), (_, now) in zip(self.whole.views, cut.views, strict=True):
             made = [value for value in self.captured.walk.views.get(place, ()) if value.shape == was]
             if made and now not in [self._left(value, masks) for value in made]:
@@ -202,16 +221,25 @@ class _Shapes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.running, self.skipped = running, skipped
         self.views: list[tuple[str, tuple[int, ...]]] = []
+        self.numbers: list[tuple[str, str, float]] = []
         self.outputs: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in _VIEWS and self.running[-1] not in self.skipped:
             self.views.append((self.running[-1], tuple(out.shape)))
+        if torch.Tag.pointwise in func.tags:
+            name = func.overloadpacket.__name__.rstrip("_")
+            self.numbers += [(self.running[-1], name, number) for number in _numbers(args)]
         return out
 
 
 _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+
+
+def _numbers(args: Iterable[Any]) -> list[float]:
+    """The plain numbers that an operation takes."""
+    return [a for a in args if isinstance(a, int | float) and not isinstance(a, bool)]
 
 
 def _enter(running: list[str], path: str, module: nn.Module, args: Any) -> None:
@@ -237,6 +265,8 @@ def _twin(net: nn.Module, mode: FakeTensorMode) -> nn.Module:
         twin = copy.deepcopy(net, memo)
     for module in twin.modules():
         module.__dict__.pop(MARK, None)
+        module._forward_hooks.clear()  # the user's are for the network itself
+        module._forward_pre_hooks.clear()
         for key, value in module.__dict__.items():
             if isinstance(value, Tensor):
                 module.__dict__[key] = mode.from_tensor(value)

@@ -17,12 +17,20 @@ from spalier.adapters.forward import updates
 from spalier.errors import PlanError, PruneError
 from spalier.pruning.attributes import Resize, resized
 from spalier.pruning.compare import first_difference, is_close, tolerance
-from spalier.pruning.cuts import Cutter, Owner, check_optimizers, cut_optimizers_, cuts_of, owners_of
+from spalier.pruning.cuts import (
+    Cutter,
+    Owner,
+    check_optimizers,
+    cut_optimizers_,
+    cuts_of,
+    optimizers_of,
+    owners_of,
+)
 from spalier.pruning.kept import MARK, Kept, after, kept_of
 from spalier.pruning.masking import masked_outputs
 from spalier.pruning.plan import Plan
 from spalier.pruning.spread import set_spread_
-from spalier.structure.capture import arguments, in_eval_mode
+from spalier.structure.capture import arguments, copied, in_eval_mode, preserved
 from spalier.structure.find import capture_again_
 from spalier.structure.structure import Structure
 
@@ -60,13 +68,16 @@ def prune_(
       (2): Linear(in_features=3, out_features=2, bias=True)
     )
     """
+    with torch.inference_mode(False):
+        _prune_(net, plan, optimizer, check)
+
+
+def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool) -> None:
     attachment = _checked(net, plan)
     structure = plan.structure
     before = kept_of(net, structure)
     left = after(plan, before)
-    optimizers = (
-        [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    )
+    optimizers = optimizers_of(net, optimizer)
     cuts = cuts_of(structure, before, left)
     owners = owners_of(net, structure.names)
     check_optimizers(optimizers, _parameters(owners, cuts))
@@ -177,7 +188,20 @@ def _masked(
                 "only, so nothing can be compared; pass check=False, or trace the whole network first"
             )
         capture_again_(net, structure)
-    return masked_outputs(structure, partial(_read, owners), before, left)
+    with preserved(net):
+        try:
+            outputs = masked_outputs(structure, partial(_read, owners), before, left)
+        except Exception as error:  # whatever the graph's operations raise
+            raise PruneError(
+                f"the masked network does not run on the example ({error}), so nothing can be compared; trace with an "
+                "example of the right dtype and device"
+            ) from error
+    if not any(isinstance(x, Tensor) and torch.isfinite(x).any() for x in outputs):
+        raise PruneError(
+            "the masked network returns no finite number on the example, so nothing can be compared; trace with "
+            "another example, or load sound weights"
+        )
+    return outputs
 
 
 @torch.no_grad()
@@ -192,9 +216,9 @@ def _verify(
 ) -> None:
     """Compare with what the masked network returned; say where they part."""
     assert structure.captured is not None
-    args, kwargs = arguments(structure.captured.example)
+    args, kwargs = arguments(copied(structure.captured.example))
     failure: Exception | None = None
-    with in_eval_mode(net):
+    with preserved(net), in_eval_mode(net):
         try:
             found = tree_leaves(net(*args, **kwargs))
             if is_close(found, wanted, tolerance(structure.captured)):

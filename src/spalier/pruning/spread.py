@@ -60,7 +60,10 @@ def set_spread_(changes: Changes, module: nn.Module, own: Mask | None, axis: int
             changes.drop_(module, "_modules", NAME)
         return
     device = next((t.device for t in (*module.parameters(), *module.buffers())), None)
-    changes.set_(module, "_modules", NAME, Spread(own, axis).to(device))
-    if hook is None:
+    made = Spread(own, axis).to(device)
+    if hook is not None:
+        changes.set_(module.get_submodule(NAME), "_buffers", "index", made.index)
+    else:
+        changes.set_(module, "_modules", NAME, made)
         handle = module.register_forward_hook(spread_output)
         changes.note(module, "_forward_hooks", handle.id)

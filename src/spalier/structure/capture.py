@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ def capture(net: nn.Module, example: Any) -> ExportedProgram:
     if is_uninitialised(net):
         raise TraceError("the network has a lazy layer without a shape yet; run one batch through it first")
     args, kwargs = arguments(on_device_of(net, example))
-    with as_base(net), torch.no_grad(), warnings.catch_warnings():
+    with as_base(net), torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(), quiet():
         warnings.simplefilter("ignore")
         try:
             return torch.export.export(net, args, kwargs, strict=False)
@@ -75,10 +76,47 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
+def quiet() -> Iterator[None]:
+    """PyTorch logs what fails on fake tensors; here that is an answer."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def copied(example: Any) -> Any:
+    """An example that nobody else writes into."""
+    return tree_map_only(Tensor, lambda t: t.detach().clone(), example)
+
+
+@contextmanager
+def preserved(net: nn.Module) -> Iterator[None]:
+    """Run a network without a trace: buffers that it writes into and random numbers that it draws come back."""
+    held = [
+        (m, dict(m._buffers), [b if b is None else b.clone() for b in m._buffers.values()])
+        for m in net.modules()
+    ]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            yield
+        finally:
+            for module, buffers, values in held:
+                module._buffers.update(buffers)
+                for buffer, value in zip(buffers.values(), values, strict=True):
+                    if buffer is not None and value is not None and not torch.equal(buffer, value):
+                        buffer.copy_(value)
+
+
+@contextmanager
 def in_eval_mode(net: nn.Module) -> Iterator[None]:
     """The network in eval mode for a while; what modules cache until they train is made anew before and after."""
     training = [m.training for m in net.modules()]
-    net.train().eval()
+    net.train()  # a network may override these, and return nothing
+    net.eval()
     try:
         yield
     finally:

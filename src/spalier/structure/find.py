@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from spalier.adapters.layers import Added
 from spalier.adapters.selection import Names, select_named
 from spalier.structure import arithmetic, movement  # noqa: F401  (importing them registers their rules)
-from spalier.structure.capture import capture, module_of
+from spalier.structure.capture import capture, copied, module_of
 from spalier.structure.fingerprint import fingerprint
 from spalier.structure.labels import Labels
 from spalier.structure.streams import Assembly, assemble
@@ -21,11 +21,13 @@ from spalier.structure.values import Value
 from spalier.structure.walk import Walk
 from spalier.structure.writers import free_writers
 
+UNUSED = "not used on this example"
 Freeze = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 
 
 def find(net: nn.Module, example: Any, freeze: Freeze = None) -> Structure:
     """The structure of a network, as its graph has it."""
+    example = copied(example)
     program = capture(net, example)
     tensors = tensors_of(net)
     names = first_names(tensors)
@@ -115,7 +117,7 @@ def _inputs(
             if name not in values:
                 values[name] = _labelled(walk.labels, name, tuple(tensors[name].shape))
                 if name not in used:
-                    walk.reason = "not used on this example"
+                    walk.reason = UNUSED
                     walk.freeze_all(values[name])
             inputs[place] = values[name]
     for place in signature.inputs_to_lifted_tensor_constants:

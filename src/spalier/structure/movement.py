@@ -33,7 +33,9 @@ from spalier.structure.walk import Result, Walk, argument, rule, shape_of, sourc
     "zero",
 )
 def same(walk: Walk, node: Node) -> Result:
-    """Nothing moves."""
+    """Nothing moves; but what is dropped even in eval mode is drawn anew."""
+    if "dropout" in operation(node) and argument(node, 2, "train"):
+        return unknown(walk, node)
     value = walk.value(node.args[0])
     return Value(value.shape, value.fields, value.sources)
 

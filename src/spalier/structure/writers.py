@@ -16,6 +16,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from spalier.adapters.layers import Added
 from spalier.structure.capture import module_of, operation
 from spalier.structure.streams import Assembly, Member, Stream
 from spalier.structure.values import Value
@@ -126,7 +127,7 @@ def _is_end_of_leaf(net: nn.Module, node: Node, path: str | None) -> bool:
         return False
     leaf = net.get_submodule(place)
     inside = any(module_of(user) == place for user in node.users if user.op == "call_function")
-    return not any(leaf.children()) and not inside
+    return all(isinstance(child, Added) for child in leaf.children()) and not inside
 
 
 def _channel_axis(found: Findings, node: Node, size: int) -> int | None:
@@ -134,7 +135,7 @@ def _channel_axis(found: Findings, node: Node, size: int) -> int | None:
     if not isinstance(value, Value):
         return None
     axes = [axis for axis, fields in value.fields.items() if fields and value.shape[axis] == size]
-    return axes[0] if len(axes) == 1 else None
+    return axes[0] - len(value.shape) if len(axes) == 1 else None  # from the end: batches may have more axes
 
 
 def by_name(writers: Sequence[FreeWriter]) -> dict[str, FreeWriter]:
