@@ -28,7 +28,11 @@ COMMANDS: dict[str, tuple[str, str, list[list[str]]]] = {
         [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."], ["-m", "mypy"]],
     ),
     "bench": ("measure a training step against the peers", "bench", [["benchmarks/training_step.py"]]),
-    "bench-structure": ("measure trace and prune_ against Torch-Pruning", "bench", [["benchmarks/structure.py"]]),
+    "bench-structure": (
+        "measure trace and prune_ against Torch-Pruning",
+        "bench",
+        [["benchmarks/structure.py"]],
+    ),
     "bench-import": ("measure what an import costs", "demo", [["benchmarks/import_time.py"]]),
 }
 
