@@ -192,6 +192,25 @@ def test_a_damaged_cache_is_made_anew(tmp_path):
         assert sp.trace(tiny_cnn(), IMAGE, cache=tmp_path).to_dict() == wanted.to_dict()
 
 
+def test_predicates_of_the_same_code_are_told_apart(tmp_path):
+    for name, wanted in (("8", {"0": 8}), ("0", {"3": 12})):
+        found = sp.trace(tiny_cnn(), IMAGE, freeze=lambda path, _, name=name: path == name, cache=tmp_path)
+        assert streams(found) == wanted
+
+
+def test_another_constant_in_a_forward_has_another_fingerprint():
+    marks = set()
+    for factor in ("2", "3"):
+        space = {"nn": nn}
+        exec(
+            f"class Scaled(nn.Linear):\n    def forward(self, x): return super().forward(x) * {factor}.5",
+            space,
+        )
+        space["Scaled"].forward.__globals__["Scaled"] = space["Scaled"]
+        marks.add(sp.trace(space["Scaled"](2, 2), torch.randn(1, 2)).fingerprint)
+    assert len(marks) == 2
+
+
 def test_another_network_has_another_fingerprint():
     one = sp.trace(tiny_cnn(), IMAGE).fingerprint
     assert sp.trace(tiny_cnn(classes=4), IMAGE).fingerprint != one

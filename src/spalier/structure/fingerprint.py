@@ -23,8 +23,9 @@ def fingerprint(net: nn.Module, example: Any, freeze: Any = None) -> str:
     >>> fingerprint(a, x) == fingerprint(b, x) != fingerprint(nn.Linear(4, 5), x)
     True
     """
-    asked = freeze if isinstance(freeze, str | list | tuple | None) else freeze.__code__.co_code
-    digest = hashlib.sha256(f"{VERSION} {torch.__version__} {asked!r}".encode())
+    if callable(freeze):  # two predicates may have the same code and mean different modules
+        freeze = [path for path, module in net.named_modules() if freeze(path, module)]
+    digest = hashlib.sha256(f"{VERSION} {torch.__version__} {freeze!r}".encode())
     seen: set[type] = set()
     for path, module in net.named_modules():
         if isinstance(module, Added):
@@ -48,4 +49,7 @@ def fingerprint(net: nn.Module, example: Any, freeze: Any = None) -> str:
 def _code(kind: type) -> bytes:
     """What a class's forward says; a change of it is a change of the network."""
     code = getattr(getattr(kind, "forward", None), "__code__", None)
-    return b"" if code is None else code.co_code + repr(code.co_names).encode()
+    if code is None:
+        return b""
+    constants = [c for c in code.co_consts if isinstance(c, int | float | str | tuple | None)]
+    return bytes(code.co_code) + repr((code.co_names, constants)).encode()
