@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spalier.adapters.layers import Added, Geometry
+from spalier.errors import PruneError
 
 if TYPE_CHECKING:
     from spalier.adapters.layers import Indices
@@ -27,7 +28,7 @@ class Update(Added):
 
     def cuts(self, outputs: Indices, inputs: Indices) -> list[tuple[nn.Parameter, Kept]]:
         """What stays of each parameter where the weight keeps these outputs and inputs."""
-        raise NotImplementedError
+        raise PruneError(f"{type(self).__name__} does not say how it is cut; define its cuts()")
 
     def narrowed(self, geometry: Geometry, outputs: Indices, inputs: Indices) -> dict[str, object]:
         """The attributes and buffers that go with it."""

@@ -13,7 +13,7 @@ from torch.fx import Node
 from spalier.adapters.changes import Changes
 from spalier.pruning.kept import Kept
 from spalier.pruning.masking import Read, masked_run
-from spalier.structure.capture import arguments, copied, in_eval_mode, module_of, preserved
+from spalier.structure.capture import arguments, copied, first_line, in_eval_mode, module_of, preserved
 from spalier.structure.streams import present
 from spalier.structure.structure import Captured, Structure
 from spalier.structure.values import Value
@@ -67,7 +67,7 @@ def first_difference(
     kinds = {path: type(module).__name__ for path, module in net.named_modules()}
     if failure is not None:
         place = running or ""
-        return f"{place or 'the network itself'} ({kinds[place]}) fails with {_first_line(failure)!r}"
+        return f"{place or 'the network itself'} ({kinds[place]}) fails with {first_line(failure)!r}"
     changes.undo_()
     ends = _ends(structure.captured, outputs)
     masked = masked_run(structure, read, before, left, set(ends))
@@ -91,7 +91,7 @@ def _leaf_outputs(net: nn.Module, example: Any) -> tuple[dict[str, Tensor], str 
     try:
         with preserved(net), in_eval_mode(net), torch.no_grad():
             net(*args, **kwargs)
-    except Exception:
+    except Exception:  # the caller has caught it before, and asks where
         return outputs, running[-1] if running else ""
     finally:
         for handle in handles:
@@ -136,7 +136,3 @@ def _left_of(captured: Captured, node: Node, value: Tensor, left: Kept) -> Tenso
         mask = present(captured.assembly.placed(fields), value.shape[axis], left.streams)
         value = value.index_select(axis, torch.from_numpy(np.flatnonzero(mask)).to(value.device))
     return value
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

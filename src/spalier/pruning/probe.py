@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spalier.adapters.attachment import MARK
 from spalier.adapters.changes import Changes
-from spalier.pruning.cuts import Cutter, Indices
+from spalier.pruning.cuts import Cutter, Indices, cuts_of, owners_of
 from spalier.pruning.kept import Kept, kept_of
 from spalier.pruning.prune import apply_
-from spalier.structure.capture import arguments, as_base, on_device_of, operation, quiet
+from spalier.structure.capture import arguments, as_base, first_line, on_device_of, operation, quiet
 from spalier.structure.find import UNUSED
 from spalier.structure.structure import Extent, Mask, Structure
 from spalier.structure.values import Value
@@ -103,6 +103,7 @@ class _Probe:
         self.example = tree_map_only(
             Tensor, self.mode.from_tensor, on_device_of(net, structure.captured.example)
         )
+        self.owners = owners_of(self.twin, structure.names)
         self.running: list[str] = []
         for path, module in self.twin.named_modules():
             module.register_forward_pre_hook(partial(_enter, self.running, path))
@@ -131,7 +132,10 @@ class _Probe:
         changes = Changes()
         try:
             with self.mode:
-                apply_(self.twin, self.structure, _FakeCutter(None, changes), before, Kept(tuple(masks), {}))
+                left = Kept(tuple(masks), {})
+                cuts = cuts_of(self.structure, before, left)
+                cutter = _FakeCutter(None, changes)
+                apply_(self.twin, self.structure, cutter, cuts, self.owners, before, left)
             found = self._run()
         finally:
             changes.undo_()
@@ -153,11 +157,9 @@ class _Probe:
             self.twin.train(self.training)
             with self.mode, torch.no_grad(), shapes:
                 out = tree_leaves(self.twin(*args, **kwargs))
-        except Exception as error:
+        except Exception as error:  # whatever the network's own code raises is the reason that is listed
             place = self.running[-1] if self.running else ""
-            lines = (text.strip() for text in str(error).splitlines() if text.strip())
-            why = next(lines, type(error).__name__)
-            return place, f"the code of {place or 'the network itself'} does not follow: {why}"
+            return place, f"the code of {place or 'the network itself'} does not follow: {first_line(error)}"
         shapes.outputs = [tuple(x.shape) for x in out if isinstance(x, Tensor)]
         return shapes
 

@@ -19,6 +19,7 @@ from spalier.pruning.attributes import Resize, resized
 from spalier.pruning.compare import first_difference, is_close, tolerance
 from spalier.pruning.cuts import (
     Cutter,
+    Indices,
     Owner,
     check_optimizers,
     cut_optimizers_,
@@ -55,7 +56,7 @@ def prune_(
         net: the network that was traced, or its adapted form, pruned before or not.
         plan: which units stay.
         optimizer: one or several, whose state is cut along.
-        check: whether to compare with the masked network.
+        check: whether to compare with the masked network; on the meta device there is nothing to compare.
 
     >>> from spalier import Plan, trace
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -85,7 +86,7 @@ def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool) -> None:
     changes = Changes()
     cutter = Cutter(attachment, changes)
     try:
-        apply_(net, structure, cutter, before, left)
+        apply_(net, structure, cutter, cuts, owners, before, left)
         if wanted is not None:
             _verify(net, structure, wanted, owners, before, left, changes)
     except BaseException:
@@ -104,10 +105,16 @@ def _checked(net: nn.Module, plan: Plan) -> Attachment | None:
     return attachment_of(net) if is_marked(net) else None
 
 
-def apply_(net: nn.Module, structure: Structure, cutter: Cutter, before: Kept, left: Kept) -> None:
+def apply_(
+    net: nn.Module,
+    structure: Structure,
+    cutter: Cutter,
+    cuts: Mapping[str, Indices],
+    owners: Mapping[str, list[Owner]],
+    before: Kept,
+    left: Kept,
+) -> None:
     """Cut the tensors, then let attributes and gathers follow."""
-    cuts = cuts_of(structure, before, left)
-    owners = owners_of(net, structure.names)
     for name, indices in cuts.items():
         cutter.cut_(owners[name], indices)
     attributes = _resize_(net, structure, cutter.changes, {n: (owners[n], i) for n, i in cuts.items()}, left)

@@ -43,7 +43,7 @@ def capture(net: nn.Module, example: Any) -> ExportedProgram:
         warnings.simplefilter("ignore")
         try:
             return torch.export.export(net, args, kwargs, strict=False)
-        except Exception as error:
+        except Exception as error:  # export raises a dozen kinds; the caller gets one of ours
             raise _refusal(net, args, kwargs, error) from error
 
 
@@ -60,18 +60,19 @@ def _refusal(net: nn.Module, args: Any, kwargs: Any, error: Exception) -> Except
     try:
         with torch.no_grad():
             net(*args, **kwargs)
-    except Exception as inner:
+    except Exception as inner:  # whatever the network's own code raises
         return ExampleError(
-            f"the network does not run on the example: {_first_line(inner)}; expected an input that "
+            f"the network does not run on the example: {first_line(inner)}; expected an input that "
             "net(example) takes, or a tuple or dict of them"
         )
     return TraceError(
-        f"torch.export cannot capture this network: {_first_line(error)}; control flow or shapes that depend on "
+        f"torch.export cannot capture this network: {first_line(error)}; control flow or shapes that depend on "
         "values have to go, or trace the part that can be captured"
     )
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 

@@ -8,7 +8,7 @@ masked network as in the pruned one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,8 +136,3 @@ def _channel_axis(found: Findings, node: Node, size: int) -> int | None:
         return None
     axes = [axis for axis, fields in value.fields.items() if fields and value.shape[axis] == size]
     return axes[0] - len(value.shape) if len(axes) == 1 else None  # from the end: batches may have more axes
-
-
-def by_name(writers: Sequence[FreeWriter]) -> dict[str, FreeWriter]:
-    """Writers by the path of their layer."""
-    return {writer.name: writer for writer in writers}
