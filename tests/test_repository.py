@@ -206,6 +206,16 @@ def test_the_readmes_measurements_are_the_committed_ones():
     assert f"{extra:.2f} s" in readme
 
 
+def test_the_readmes_figures_of_pruning_are_the_committed_ones():
+    report = json.loads((ROOT / "benchmarks/results/structure.json").read_text())
+    readme = (ROOT / "README.md").read_text()
+    traced, pruned = (list(report[part]["networks"].values()) for part in ("trace_speed", "prune_speed"))
+    ratios = [row["ratios"]["trace : export"] for row in traced]
+    assert "{:.2f}, {:.2f} and {:.2f} times".format(*ratios) in readme
+    for name in pruned[0]["ratios"]:
+        assert all(f"{row['ratios'][name]:.2f}" in readme for row in pruned), name
+
+
 @pytest.mark.parametrize("file", sorted(ROOT.glob("src/**/*.py")), ids=lambda f: f.name)
 def test_files_stay_short(file):
     assert len(file.read_text().splitlines()) <= 600
