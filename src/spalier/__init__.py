@@ -6,11 +6,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from spalier import errors, models
-from spalier.adapters import FineTune, LoRA, SPLoRA, SPPaRA, attach_, detach_, fuse
+from spalier.adapters import FineTune, LoRA, SPLoRA, SPPaRA, detach_, fuse
+from spalier.attaching import attach_
 from spalier.counting import count
 
 if TYPE_CHECKING:
+    from spalier import criteria
+    from spalier.budget import select
+    from spalier.criteria import Scores, score
     from spalier.pruning import Plan, kept_units, prune_, resizes
+    from spalier.scheduling import Schedule
     from spalier.structure import Structure
     from spalier.tracing import trace
 
@@ -22,9 +27,12 @@ __all__ = [
     "Plan",
     "SPLoRA",
     "SPPaRA",
+    "Schedule",
+    "Scores",
     "Structure",
     "attach_",
     "count",
+    "criteria",
     "detach_",
     "errors",
     "fuse",
@@ -32,21 +40,29 @@ __all__ = [
     "models",
     "prune_",
     "resizes",
+    "score",
+    "select",
     "trace",
 ]
 
 # what only pruning needs, numpy above all, is imported when it is first asked for
 _LATER = {
     "Plan": "pruning",
+    "Schedule": "scheduling",
+    "Scores": "criteria",
     "Structure": "structure",
     "kept_units": "pruning",
     "prune_": "pruning",
     "resizes": "pruning",
+    "score": "criteria",
+    "select": "budget",
     "trace": "tracing",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "criteria":
+        return import_module("spalier.criteria")
     if name not in _LATER:
         raise AttributeError(f"module 'spalier' has no attribute {name!r}")
     value = getattr(import_module(f"spalier.{_LATER[name]}"), name)
@@ -55,4 +71,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LATER, "criteria"})

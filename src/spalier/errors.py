@@ -96,3 +96,21 @@ class PruneError(SpalierError):
     """The network would no longer compute what the masked one computes; nothing was changed."""
 
     code = "prune"
+
+
+class ScoreError(SpalierError):
+    """Units cannot be scored: a batch, a loss or a criterion is not what it has to be, or a value is not finite."""
+
+    code = "score"
+
+
+class BudgetError(PlanError):
+    """A budget is outside of its range, or cannot be reached."""
+
+    code = "budget"
+
+
+class RecoveryError(SpalierError):
+    """A pruned network cannot be recovered from these batches; it is as it was before."""
+
+    code = "recovery"

@@ -66,6 +66,8 @@ class Attachment:
     diverted: list[nn.Module] = field(default_factory=list)
     pruned: Changes = field(default_factory=Changes)
     """What pruning has changed since."""
+    structure: Any = None
+    """What `trace` found of the network, where an example was given; later calls take it from here."""
 
     def apply_(self) -> None:
         """Freeze the network, let copies learn, and put each update beside its weight. Only assigns."""

@@ -90,6 +90,20 @@ class LowRank(Update):
         """The same rows and columns as the weight's (Eq. 4)."""
         return [] if self.stays_whole else [(self.down, (None, inputs)), (self.up, (None, outputs))]
 
+    @torch.no_grad()
+    def importance(self) -> Tensor:
+        """The size of each component of the bottleneck: the Frobenius norm of what it adds to the weight."""
+        down, up = (factor.flatten(1).double() for factor in self._left())
+        if self.geometry.groups == 1:
+            return down.norm(dim=1) * up.norm(dim=1)
+        groups = self.geometry.groups  # each group has its own matrices
+        norms = (f.unflatten(1, (groups, -1)).norm(dim=2) for f in (down, up))
+        return torch.stack(list(norms)).prod(0).norm(dim=1)
+
+    def rank_cuts(self, components: Indices) -> list[tuple[nn.Parameter, Kept]]:
+        """What stays of each factor where the bottleneck keeps these components."""
+        return [(f, (components, *(None,) * (f.dim() - 1))) for f in (self.down, self.up)]
+
     def narrowed(self, geometry: Geometry, outputs: Indices, inputs: Indices) -> dict[str, object]:
         """A factor that stays whole notes which channels are left."""
         if not self.stays_whole:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ def run_attention(
     attn_mask: Tensor | None = None,
     average_attn_weights: bool = True,
     is_causal: bool = False,
+    *,
+    project: Callable[[Any, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Multi-head attention whose heads may be fewer and narrower than the input is wide."""
     if attn_mask is None and is_causal:
@@ -32,12 +35,16 @@ def run_attention(
     q, k, v = _projected(module, query, key, value)
     mask = _mask(module, q, k, key_padding_mask, attn_mask)
     out, weights = _attend(module, q, k, v, mask, need_weights)
-    out = F.linear(out.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias)
+    out = (project or _output)(module.out_proj, out.transpose(1, 2).flatten(2))
     if weights is not None and average_attn_weights:
         weights = weights.mean(1)
     if not batched:
         return out.squeeze(0), None if weights is None else weights.squeeze(0)
     return (out if module.batch_first else out.transpose(0, 1)), weights
+
+
+def _output(layer: Any, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight, layer.bias)
 
 
 def _projected(module: Any, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -13,8 +14,8 @@ from torch.optim import Optimizer
 from spalier.adapters.attachment import Attachment
 from spalier.adapters.changes import Changes
 from spalier.adapters.forward import updates
-from spalier.adapters.updates import Update
-from spalier.errors import PruneError
+from spalier.adapters.updates import LowRank, Update
+from spalier.errors import PlanError, PruneError
 from spalier.pruning.kept import Kept
 from spalier.structure.labels import Ints
 from spalier.structure.structure import Structure
@@ -72,6 +73,14 @@ def owners_of(net: nn.Module, names: dict[str, str]) -> dict[str, list[Owner]]:
     return found
 
 
+def fused_value(owners: Mapping[str, list[Owner]], name: str) -> Tensor:
+    """A tensor as the network computes with it: its adapter is fused."""
+    owner = owners[name][0]
+    tensor: Tensor = getattr(owner.module, owner.place)[owner.key].detach()
+    adapted = next((u for o in owners[name] if (u := updates(o.module).get(o.key)) is not None), None)
+    return tensor if adapted is None else adapted(tensor)
+
+
 class Cutter:
     """Cuts the tensors of a network, and remembers what it did."""
 
@@ -96,12 +105,19 @@ class Cutter:
         for owner in owners:
             self.changes.set_(owner.module, owner.place, owner.key, new)
 
+    def cut_ranks_(self, components: Mapping[LowRank, Ints]) -> None:
+        """Cut the bottlenecks of these updates down to the components that stay."""
+        for update, kept in components.items():
+            for factor, indices in update.rank_cuts(kept):
+                self._shrink_(factor, self._cut(factor.detach(), indices), indices)
+
     def _cut(self, tensor: Tensor, indices: Indices) -> Tensor:
         return cut(tensor, indices)
 
     def _shrink_(self, parameter: nn.Parameter, small: Tensor, indices: Indices) -> None:
         """Keep the parameter itself, so that whoever trains it goes on with it."""
-        self.sliced[parameter] = (parameter, indices)
+        before = self.sliced[parameter][1] if parameter in self.sliced else ()
+        self.sliced[parameter] = (parameter, _merged(before, indices))
         grad = parameter.grad
         self.changes.set_values_(parameter, small)
         if grad is not None:
@@ -124,6 +140,38 @@ class Cutter:
         for key, value in update.narrowed(geometry, outputs, inputs).items():
             place = "_buffers" if isinstance(value, Tensor) else ""
             self.changes.set_(update, place, key, value)
+
+
+def _merged(first: Indices, second: Indices) -> Indices:
+    """Two cuts of one tensor, of different axes: its components and its channels."""
+    pairs = zip_longest(first, second)
+    return tuple(b if a is None else a if b is None else a[b] for a, b in pairs)
+
+
+def components_of(
+    attachment: Attachment | None, ranks: Mapping[str, tuple[int, ...]]
+) -> dict[LowRank, Ints]:
+    """The updates whose bottleneck is cut, and the components that stay."""
+    known = {} if attachment is None else {adapter_path(e.name, e.weight): e.update for e in attachment.updated}
+    found: dict[LowRank, Ints] = {}
+    for name, components in ranks.items():
+        update = known.get(name)
+        if not isinstance(update, LowRank):
+            names = ", ".join(map(repr, list(known)[:3])) or "none: the network is not adapted"
+            raise PlanError(f"{name!r} has no low-rank adapter; expected a name such as {names}")
+        if components[-1] >= update.rank:
+            raise PlanError(f"component {components[-1]} of {name!r} does not exist; it has rank {update.rank}")
+        found[update] = np.array(components)
+    return found
+
+
+def adapter_path(layer: str, weight: str) -> str:
+    """How a plan calls an adapter: by its layer, and by its weight where that has another name.
+
+    >>> adapter_path("layer1.0.conv1", "weight"), adapter_path("attention", "in_proj_weight")
+    ('layer1.0.conv1', 'attention.in_proj_weight')
+    """
+    return layer if weight == "weight" else f"{layer}.{weight}" if layer else weight
 
 
 def optimizers_of(net: nn.Module, given: object) -> list[Optimizer]:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from spalier.errors import PlanError
-from spalier.pruning.plan import Plan
+from spalier.pruning.plan import Plan, Writers
 from spalier.structure.find import tensors_of
 from spalier.structure.streams import present
 from spalier.structure.structure import Mask, Structure
@@ -106,19 +106,35 @@ def _check_tensors(tensors: Mapping[str, Tensor], structure: Structure, kept: Ke
 def after(plan: Plan, kept: Kept) -> Kept:
     """What is left once a plan has been carried out."""
     structure = plan.structure
-    streams = [mask.copy() for mask in kept.streams]
+    chosen: dict[str, Mask] = {}
     for name, units in plan.keep.items():
-        if name in structure.index and not _is_free(plan, name):
-            number = structure.index[name]
-            streams[number] = _subset(name, units, kept.streams[number])
-    writers = {name: mask & streams[_stream(structure, name)] for name, mask in kept.writers.items()}
-    if plan.writers == "free":
-        _set_free(plan, kept, streams, writers)
-    for name, mask in writers.items():
+        stream = kept.streams[_stream(structure, name) if _is_free(plan, name) else structure.index[name]]
+        chosen[name] = _subset(name, units, kept.writers.get(name, stream) if _is_free(plan, name) else stream)
+    left = settled(structure, kept, chosen, plan.writers)
+    for name, mask in left.writers.items():
         if not mask.any():
             raise PlanError(f"the plan empties {name!r}; at least one unit has to stay")
-    full = {n: m for n, m in writers.items() if not np.array_equal(m, streams[_stream(structure, n)])}
-    return Kept(tuple(streams), full)
+    return left
+
+
+def settled(structure: Structure, kept: Kept, chosen: Mapping[str, Mask], writers: Writers) -> Kept:
+    """What is left where these streams and free writers keep what is chosen for them, and the others what they have."""
+    free = {w.name for w in structure.writers} if writers == "free" else set()
+    streams = [
+        chosen[stream.name] if stream.name in chosen and stream.name not in free else mask
+        for stream, mask in zip(structure.streams, kept.streams, strict=True)
+    ]
+    own = {name: mask & streams[_stream(structure, name)] for name, mask in kept.writers.items()}
+    for number, stream in enumerate(structure.streams):
+        several = [w for w in structure.writers if w.stream == number]
+        if not any(w.name in chosen and w.name in free for w in several):
+            continue
+        for w in several:
+            own[w.name] = chosen.get(w.name, own.get(w.name, streams[number]))
+        if len(several) == len(stream.writers):  # else a writer that is not free keeps the stream as wide as it is
+            streams[number] = np.logical_or.reduce([own[w.name] for w in several]) & streams[number]
+    fewer = {n: m for n, m in own.items() if not np.array_equal(m, streams[_stream(structure, n)])}
+    return Kept(tuple(streams), fewer)
 
 
 def _is_free(plan: Plan, name: str) -> bool:
@@ -128,22 +144,6 @@ def _is_free(plan: Plan, name: str) -> bool:
 
 def _stream(structure: Structure, writer: str) -> int:
     return next(w.stream for w in structure.writers if w.name == writer)
-
-
-def _set_free(plan: Plan, kept: Kept, streams: list[Mask], writers: dict[str, Mask]) -> None:
-    """Give each free writer its units, and each stream the union of its writers'."""
-    structure = plan.structure
-    for number, stream in enumerate(structure.streams):
-        free = [w for w in structure.writers if w.stream == number]
-        if not any(w.name in plan.keep for w in free):
-            continue
-        for w in free:
-            before = writers.get(w.name, streams[number])
-            writers[w.name] = _subset(w.name, plan.keep[w.name], before) if w.name in plan.keep else before
-        if len(free) == len(
-            stream.writers
-        ):  # else some writer is not free and keeps the stream as wide as it is
-            streams[number] = np.logical_or.reduce([writers[w.name] for w in free]) & streams[number]
 
 
 def _subset(name: str, units: tuple[int, ...], before: Mask) -> Mask:

@@ -22,8 +22,10 @@ from spalier.pruning.cuts import (
     Indices,
     Owner,
     check_optimizers,
+    components_of,
     cut_optimizers_,
     cuts_of,
+    fused_value,
     optimizers_of,
     owners_of,
 )
@@ -81,11 +83,13 @@ def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool) -> None:
     optimizers = optimizers_of(net, optimizer)
     cuts = cuts_of(structure, before, left)
     owners = owners_of(net, structure.names)
-    check_optimizers(optimizers, _parameters(owners, cuts))
-    wanted = _masked(net, structure, owners, before, left) if check and not _has_no_values(net) else None
+    components = components_of(attachment, plan.ranks)
+    check_optimizers(optimizers, [*_parameters(owners, cuts), *(p for u in components for p in u.parameters())])
     changes = Changes()
     cutter = Cutter(attachment, changes)
     try:
+        cutter.cut_ranks_(components)
+        wanted = _masked(net, structure, owners, before, left) if check and not _has_no_values(net) else None
         apply_(net, structure, cutter, cuts, owners, before, left)
         if wanted is not None:
             _verify(net, structure, wanted, owners, before, left, changes)
@@ -173,14 +177,6 @@ def _parameters(owners: Mapping[str, list[Owner]], names: Iterable[str]) -> list
     return found
 
 
-def _read(owners: Mapping[str, list[Owner]], name: str) -> Tensor:
-    """A tensor as the network computes with it: its adapter is fused."""
-    owner = owners[name][0]
-    tensor: Tensor = getattr(owner.module, owner.place)[owner.key].detach()
-    adapted = next((u for o in owners[name] if (u := updates(o.module).get(o.key)) is not None), None)
-    return tensor if adapted is None else adapted(tensor)
-
-
 def _has_no_values(net: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in net.parameters())
 
@@ -197,7 +193,7 @@ def _masked(
         capture_again_(net, structure)
     with preserved(net):
         try:
-            outputs = masked_outputs(structure, partial(_read, owners), before, left)
+            outputs = masked_outputs(structure, partial(fused_value, owners), before, left)
         except Exception as error:  # whatever the graph's operations raise
             raise PruneError(
                 f"the masked network does not run on the example ({error}), so nothing can be compared; trace with an "
@@ -232,7 +228,7 @@ def _verify(
                 return
         except Exception as error:  # whatever the network's own code raises
             failure = error
-    where = first_difference(net, structure, partial(_read, owners), before, left, changes, failure)
+    where = first_difference(net, structure, partial(fused_value, owners), before, left, changes, failure)
     raise PruneError(
         f"the pruned network does not compute what the masked one does: {where}; nothing was changed. "
         "If its code holds sizes of its own, say how they follow (spalier.resizes), or keep the part whole "

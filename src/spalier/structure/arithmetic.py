@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -19,10 +20,12 @@ Operand = tuple[Value, str]
 """A tensor and a letter for each of its axes."""
 
 
-def contract(walk: Walk, operands: Sequence[Operand], out: str, shape: tuple[int, ...]) -> Value:
+def contract(
+    walk: Walk, operands: Sequence[Operand], out: str, shape: tuple[int, ...], *, counted: bool = True
+) -> Value:
     """A product over lettered axes, summed over the letters that ``out`` lacks: every contraction is one.
 
-    Axes of one letter run in parallel, so their labels are one.
+    Axes of one letter run in parallel, so their labels are one. It costs the product of all sizes.
     """
     met: dict[str, list[Ints]] = {}
     for letter in dict.fromkeys("".join(letters for _, letters in operands)):
@@ -31,8 +34,19 @@ def contract(walk: Walk, operands: Sequence[Operand], out: str, shape: tuple[int
         ]
         met[letter] = walk.meet(sides) if any(sides) else []
         _note_roles(walk, operands, letter, letter in out)
+    if counted:
+        _note_term(walk, operands, met)
     fields = {axis: met[letter] for axis, letter in enumerate(out) if met.get(letter)}
     return Value(shape, fields, sources([value for value, _ in operands]))
+
+
+def _note_term(walk: Walk, operands: Sequence[Operand], met: dict[str, list[Ints]]) -> None:
+    owned = [(walk.owner(value), letters) for value, letters in operands if walk.owner(value)]
+    tensor, own = owned[0] if owned else ("", "")
+    others = [letter for letter in met if letter not in own]
+    sizes = {x: max(_size(v, axes, x) for v, axes in operands if x in axes) for x in others}
+    times = math.prod(sizes[letter] for letter in others if not met[letter])
+    walk.term(times, tensor, range(len(own)), [met[letter] for letter in others if met[letter]])
 
 
 def _size(value: Value, axes: str, letter: str) -> int:
@@ -192,9 +206,21 @@ def convolution(walk: Walk, node: Node) -> Result:
     walk.freeze_all(weight, range(2, len(weight.shape)))
     walk.reason = reason
     made = _grouped(walk, value, channel, weight, groups, transposed, shape_of(node)[channel])
+    pixels = value.shape if transposed else shape_of(node)
+    _note_convolution(walk, weight, math.prod(pixels[:channel]) * math.prod(pixels[channel + 1 :]))
     out = Value(shape_of(node), {a: f for a, f in value.fields.items() if a < channel}, made.sources)
     out.fields[channel] = made.on(0)
     return _with_channel_parameters(walk, out, _given(walk, argument(node, 2, "bias")), channel)
+
+
+def _note_convolution(walk: Walk, weight: Value, pixels: int) -> None:
+    """Every entry of the kernel is used once for each pixel."""
+    times = pixels * math.prod(weight.shape[2:])
+    if walk.owner(weight):
+        walk.term(times, walk.owner(weight), (0, 1), [])
+    else:
+        plain = math.prod(n for axis, n in enumerate(weight.shape[:2]) if not weight.on(axis))
+        walk.term(times * plain, "", (), [weight.on(axis) for axis in (0, 1) if weight.on(axis)])
 
 
 TAPS = "a tap of a kernel"
@@ -216,13 +242,19 @@ def _grouped(
     if groups == 1:
         x = Value((inputs,), {0: value.on(channel)}, value.sources)
         w = Value(weight.shape[:2], {a: weight.on(a) for a in (0, 1)}, weight.sources)
-        return contract(walk, [(x, "i"), (w, "io" if transposed else "oi")], "o", (outputs,))
+        return contract(
+            walk, [(x, "i"), (w, "io" if transposed else "oi")], "o", (outputs,), counted=False
+        )
     x = _split(walk, value.on(channel), groups, inputs, value.sources)
     rows = _split(walk, weight.on(0), groups, weight.shape[0], weight.sources)
     side = {2: weight.on(1)}
     w = Value((*rows.shape, weight.shape[1]), {**rows.fields, **side}, weight.sources)
     product = contract(
-        walk, [(x, "gi"), (w, "gio" if transposed else "goi")], "go", (groups, outputs // groups)
+        walk,
+        [(x, "gi"), (w, "gio" if transposed else "goi")],
+        "go",
+        (groups, outputs // groups),
+        counted=False,
     )
     fields = [np.repeat(f, outputs // groups) for f in product.on(0)] + [
         np.tile(f, groups) for f in product.on(1)

@@ -8,7 +8,7 @@ import numpy as np
 
 from spalier.structure.labels import Ints
 
-FORMAT = 1
+FORMAT = 2
 
 
 def to_dict(structure: Any) -> dict[str, Any]:
@@ -33,10 +33,20 @@ def to_dict(structure: Any) -> dict[str, Any]:
             for w in structure.writers
         ],
         "extents": [
-            [e.module, list(e.sizes), [[[stream, _coded(u)] for stream, u in placed] for placed in e.placed]]
-            for e in structure.extents
+            [e.module, list(e.sizes), [_placed(placed) for placed in e.placed]] for e in structure.extents
+        ],
+        "sites": [
+            [s.writer, s.stream, s.module, s.side, s.axis, _placed(s.placed), s.norm] for s in structure.sites
+        ],
+        "costs": [
+            [c.module, c.times, c.tensor, list(c.axes), list(c.sizes), [_placed(p) for p in c.placed]]
+            for c in structure.costs
         ],
     }
+
+
+def _placed(placed: Any) -> list[Any]:
+    return [[stream, _coded(units)] for stream, units in placed]
 
 
 def _coded(units: Ints) -> list[int] | dict[str, int]:

@@ -11,6 +11,8 @@ from typing import Any
 
 from spalier.errors import TraceError
 from spalier.structure.coding import FORMAT, decoded, to_dict
+from spalier.structure.costs import Cost
+from spalier.structure.sites import Site
 from spalier.structure.streams import Frozen, Member, Placed, Stream
 from spalier.structure.structure import Extent, Structure
 from spalier.structure.writers import FreeWriter
@@ -39,6 +41,14 @@ def from_dict(data: Mapping[str, Any]) -> Structure:
             for n, s, members, m, a in data["writers"]
         ),
         tuple(Extent(m, tuple(sizes), tuple(map(_placed, placed))) for m, sizes, placed in data["extents"]),
+        tuple(
+            Site(writer, stream, module, side, axis, _placed(placed), norm)
+            for writer, stream, module, side, axis, placed, norm in data["sites"]
+        ),
+        tuple(
+            Cost(module, times, tensor, tuple(axes), tuple(sizes), tuple(map(_placed, placed)))
+            for module, times, tensor, axes, sizes, placed in data["costs"]
+        ),
     )
 
 

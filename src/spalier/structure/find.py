@@ -13,8 +13,10 @@ from spalier.adapters.layers import Added
 from spalier.adapters.selection import Names, select_named
 from spalier.structure import arithmetic, movement  # noqa: F401  (importing them registers their rules)
 from spalier.structure.capture import capture, copied, module_of
+from spalier.structure.costs import costs_of
 from spalier.structure.fingerprint import fingerprint
 from spalier.structure.labels import Labels
+from spalier.structure.sites import find_sites
 from spalier.structure.streams import Assembly, assemble
 from spalier.structure.structure import Captured, Extent, Structure
 from spalier.structure.values import Value
@@ -70,6 +72,8 @@ def _structure(
         tuple(assembly.frozen),
         tuple(free_writers(net, captured.program, walk.found, assembly, names)),
         tuple(_extents(walk, assembly)),
+        tuple(find_sites(net, captured.program, walk.found, assembly, names)),
+        tuple(costs_of(walk.found.terms, assembly)),
         captured,
         captured.example,
         freeze,

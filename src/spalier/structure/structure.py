@@ -14,6 +14,8 @@ from torch.export import ExportedProgram
 
 from spalier._table import table
 from spalier.structure.coding import to_dict
+from spalier.structure.costs import Cost
+from spalier.structure.sites import Site
 from spalier.structure.streams import Assembly, Frozen, Placed, Stream, present
 from spalier.structure.walk import Walk
 from spalier.structure.writers import FreeWriter
@@ -61,6 +63,10 @@ class Structure:
     writers: tuple[FreeWriter, ...]
     """The layers that may keep channels of their own with ``writers="free"``."""
     extents: tuple[Extent, ...]
+    sites: tuple[Site, ...]
+    """Where each stream's channels can be seen while the network runs."""
+    costs: tuple[Cost, ...]
+    """What the network computes on the example."""
     captured: Captured | None = field(default=None, repr=False)
     """The graph, to compare with; None where the structure was loaded and nothing had to be compared yet."""
     example: Any = field(default=None, repr=False)
@@ -100,6 +106,9 @@ class Structure:
             for member in stream.members:
                 found.setdefault((member.tensor, member.axis), []).append((number, member.units))
         return {place: tuple(on) for place, on in found.items()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Structure:
+        return self  # nothing changes it
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "captured": None}  # a graph does not pickle; it can be captured again

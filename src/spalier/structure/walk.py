@@ -50,6 +50,17 @@ class Statistic:
     fields: dict[int, list[Ints]]
 
 
+@dataclass(frozen=True)
+class Term:
+    """Multiply-accumulates: a number, times the sizes of a parameter's own axes, times those of labelled axes."""
+
+    module: str
+    times: int
+    tensor: str
+    axes: tuple[int, ...]
+    fields: tuple[list[Ints], ...]
+
+
 @dataclass
 class Findings:
     """What a walk has collected beside labels."""
@@ -57,6 +68,7 @@ class Findings:
     roles: list[Role] = field(default_factory=list)
     statistics: list[Statistic] = field(default_factory=list)
     values: dict[Node, Result] = field(default_factory=dict)
+    terms: list[Term] = field(default_factory=list)
 
 
 class Walk(Meeting):
@@ -66,9 +78,15 @@ class Walk(Meeting):
         super().__init__(labels)
         self.found = Findings()
         self._module: GraphModule | None = None
+        self._owners: dict[int, str] = {}
+        self.place = ""
+        """The module whose code is being looked at."""
 
     def run(self, module: GraphModule, inputs: dict[str, Value]) -> None:
         """Visit every node; ``inputs`` are the parameters and buffers, by the names of their placeholders."""
+        self._owners = {
+            id(value): name for value in inputs.values() if value.sources for name in value.sources
+        }
         self._visit_all(module, module.graph, inputs)
 
     def _visit_all(self, module: GraphModule, graph: Graph, inputs: dict[str, Value]) -> list[Node]:
@@ -78,7 +96,7 @@ class Walk(Meeting):
             if node.op == "placeholder":
                 self.found.values[node] = inputs.get(node.name) or _plain(node, None)
             elif node.op == "call_function":
-                self.reason = source(node)
+                self.reason, self.place = source(node), module_of(node)
                 self.found.values[node] = self._visit(node)
             elif node.op == "output":
                 outputs = list(node.all_input_nodes)
@@ -139,6 +157,14 @@ class Walk(Meeting):
         kept = {axis: each for axis, each in fields.items() if each}
         if kept:
             self.found.statistics.append(Statistic(node, kept))
+
+    def owner(self, value: Value) -> str:
+        """The parameter or buffer that a value is, as it is; empty for anything computed."""
+        return self._owners.get(id(value), "")
+
+    def term(self, times: int, tensor: str, axes: Sequence[int], fields: Sequence[list[Ints]]) -> None:
+        """Remember what a contraction costs."""
+        self.found.terms.append(Term(self.place, times, tensor, tuple(axes), tuple(fields)))
 
     def plain(self, node: Node) -> Value:
         """A tensor without labels, computed from a node's operands."""

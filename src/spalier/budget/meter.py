@@ -1,0 +1,178 @@
+"""What is left of a network where these units and components stay: counted from shapes alone, nothing is run."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from spalier.adapters.attachment import attachment_of, is_marked
+from spalier.adapters.forward import updates
+from spalier.adapters.layers import is_norm
+from spalier.adapters.updates import LowRank
+from spalier.counting import count
+from spalier.errors import SpalierError
+from spalier.pruning.cuts import adapter_path, cuts_of, owners_of
+from spalier.pruning.kept import Kept, kept_of
+from spalier.pruning.plan import Plan
+from spalier.pruning.prediction import Prediction
+from spalier.pruning.prune import prune_
+from spalier.structure.structure import Structure
+
+Ranks = Mapping[str, int]
+"""How many components of each adapter stay, by the path of its layer."""
+
+
+class Meter:
+    """Counts a network as it would be."""
+
+    def __init__(self, net: nn.Module, structure: Structure) -> None:
+        self.net, self.structure = net, structure
+        self.kept = kept_of(net, structure)
+        self.whole = Kept(tuple(np.ones(s.size, bool) for s in structure.streams), {})
+        self.owners = owners_of(net, structure.names)
+        self.writers = sorted(
+            {(m.tensor, m.axis) for s in structure.streams for m in s.members if m.role == "writer"}
+        )
+
+    # the sizes that budgets are about
+
+    def channels(self, kept: Kept) -> int:
+        """Output channels of the layers that write streams."""
+        return sum(int(kept.of(self.structure, tensor)[axis].sum()) for tensor, axis in self.writers)
+
+    def parameters(self, kept: Kept) -> int:
+        """Parameters of the fused network."""
+        return sum(math.prod(self._sizes(kept, name)) for name in self.structure.parameters)
+
+    def macs(self, kept: Kept) -> int:
+        """Multiply-accumulates of one sample of the example, as far as the structure knows them."""
+        return self._terms(kept) // self._samples
+
+    def task_bytes(self, kept: Kept, ranks: Ranks) -> int:
+        """What a task file holds in float32: learned parameters, statistics of norms, and a bit for each unit."""
+        bits = [s.size for s in self.structure.streams] + [
+            self.structure.streams[w.stream].size for w in self.structure.writers if w.name in kept.writers
+        ]
+        masks = sum(math.ceil(size / 8) for size in bits)
+        return 4 * (self.learned(kept, ranks) + self._statistics(kept)) + masks
+
+    # details
+
+    def _sizes(self, kept: Kept, tensor: str) -> list[int]:
+        return [int(mask.sum()) for mask in kept.of(self.structure, tensor)]
+
+    def _terms(self, kept: Kept) -> int:
+        tensors = {cost.tensor for cost in self.structure.costs if cost.tensor}
+        sizes = {name: self._sizes(kept, name) for name in tensors}
+        return sum(cost.left(kept.streams, sizes) for cost in self.structure.costs)
+
+    def learned(self, kept: Kept, ranks: Ranks) -> int:
+        """Parameters that learn: adapters, norms, head."""
+        cuts = cuts_of(self.structure, self.kept, kept)
+        total, seen = 0, set()
+        for name, owners in self.owners.items():
+            tensor = getattr(owners[0].module, owners[0].place)[owners[0].key]
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                total += math.prod(self._sizes(kept, name))
+            for owner in owners:
+                update = updates(owner.module).get(owner.key)
+                if update is not None and update not in seen:
+                    seen.add(update)
+                    total += self._left_of(update, tensor, cuts.get(name), ranks.get(self._paths[update]))
+        return total
+
+    @cached_property
+    def _paths(self) -> dict[Any, str]:
+        if not is_marked(self.net):
+            return {}
+        found: dict[Any, str] = {}
+        for entry in attachment_of(self.net).updated:
+            found.setdefault(entry.update, adapter_path(entry.name, entry.weight))
+        return found
+
+    def _left_of(self, update: Any, weight: Tensor, indices: Any, rank: int | None) -> int:
+        """How many numbers of an update are left."""
+        sizes = {parameter: list(parameter.shape) for parameter in update.parameters()}
+        if indices is not None:
+            shape = tuple(weight.shape)
+            first, second = (
+                np.arange(n) if i is None else i for n, i in zip(shape[:2], indices[:2], strict=True)
+            )
+            _, outputs, inputs = update.geometry.cut(first, second)
+            for parameter, left in update.cuts(outputs, inputs):
+                sizes[parameter] = [n if i is None else len(i) for n, i in zip(parameter.shape, left, strict=False)] + [
+                    *parameter.shape[len(left) :]
+                ]
+        if rank is not None and isinstance(update, LowRank):
+            for factor in (update.down, update.up):
+                sizes[factor][0] = rank
+        return sum(math.prod(size) for size in sizes.values())
+
+    def _statistics(self, kept: Kept) -> int:
+        """Running means and variances of norms."""
+        return sum(
+            math.prod(self._sizes(kept, name))
+            for name, owners in self.owners.items()
+            if owners[0].place == "_buffers" and is_norm(owners[0].module) and self._is_float(name)
+        )
+
+    def _is_float(self, name: str) -> bool:
+        owner = self.owners[name][0]
+        tensor: Tensor = getattr(owner.module, owner.place)[owner.key]
+        return tensor.is_floating_point()
+
+    def _bytes(self, kept: Kept) -> int:
+        total = 0
+        for name, owners in self.owners.items():
+            tensor = getattr(owners[0].module, owners[0].place)[owners[0].key]
+            total += math.prod(self._sizes(kept, name)) * tensor.element_size()
+        for writer in self.structure.writers:  # a gather holds the place of each channel of the stream
+            if writer.name in kept.writers:
+                total += 8 * int(kept.streams[writer.stream].sum())
+        return total
+
+    @cached_property
+    def _samples(self) -> int:
+        found = None if self._counted is None else self._counted.samples
+        return found or 1
+
+    @cached_property
+    def _counted(self) -> Any:
+        """What the network computes now; None where the example is gone or does not say."""
+        try:
+            return count(self.net, self.structure.example) if self.structure.example is not None else None
+        except SpalierError:
+            return None
+
+    def predict(self, plan: Plan, kept: Kept) -> Prediction:
+        """All of it, for a plan and what it leaves."""
+        ranks = {name: len(components) for name, components in plan.ranks.items()}
+        macs, base = self._macs_after(plan, kept)
+        return Prediction(
+            self.channels(kept),
+            self.channels(self.whole),
+            self.parameters(kept),
+            self.parameters(self.whole),
+            self.learned(kept, ranks),
+            self._bytes(kept),
+            macs,
+            base,
+            self.task_bytes(kept, ranks) if is_marked(self.net) else None,
+        )
+
+    def _macs_after(self, plan: Plan, kept: Kept) -> tuple[int | None, int | None]:
+        if self._counted is None:
+            return None, None
+        if self._counted.macs * self._samples == self._terms(self.kept):
+            return self.macs(kept), self.macs(self.whole)
+        # some operation is counted otherwise than the structure says (recurrent layers, einsum): prune a copy and look
+        twin = copy.deepcopy(self.net)
+        prune_(twin, plan, check=False)
+        return count(twin, self.structure.example).macs, None
+

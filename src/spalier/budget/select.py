@@ -1,0 +1,308 @@
+"""`select`: from scores and a budget to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from spalier.adapters.attachment import attachment_of, is_marked
+from spalier.adapters.selection import Names, select_named
+from spalier.adapters.updates import LowRank
+from spalier.budget.latency import Latency
+from spalier.budget.meter import Meter
+from spalier.budget.ranking import Order, Ranking, components, first_step, unit_groups
+from spalier.criteria.score import structure_of
+from spalier.criteria.scores import AGGREGATIONS, NORMALISATIONS, Aggregate, Floats, Normalise, Scores
+from spalier.distributed import assert_same_on_every_rank
+from spalier.errors import BudgetError, ConfigError, PlanError
+from spalier.pruning.cuts import adapter_path
+from spalier.pruning.kept import Kept, settled
+from spalier.pruning.plan import Plan, Writers
+from spalier.structure.structure import Mask, Structure
+
+
+def select(
+    net: nn.Module,
+    scores: Scores | None = None,
+    *,
+    channels: float | None = None,
+    weights: float | None = None,
+    macs: float | None = None,
+    latency: float | None = None,
+    bytes: int | None = None,
+    rank: float | None = None,
+    ranking: Ranking = "global",
+    writers: Writers = "coupled",
+    normalise: Normalise | None = None,
+    aggregate: Aggregate = "sum",
+    min_keep: int = 1,
+    round_to: int = 1,
+    protect: str | Sequence[str] | None = None,
+    example: Any = None,
+    structure: Structure | None = None,
+) -> Plan:
+    """Plan what stays of ``net`` so that it meets a budget: the least units go first, until one more need not.
+
+    Budgets are shares of the unpruned network in (0, 1], but for ``bytes``. Pass one of them, and ``rank`` beside it or
+    alone. The plan prints what it will come to; `count` finds the same after `prune_`.
+
+    Args:
+        net: the network that was scored.
+        scores: what `score` returned; not needed for ``rank`` alone.
+        channels: of the output channels of all layers that can be pruned, the paper's density.
+        weights: of all parameters.
+        macs: of all multiply-accumulates.
+        latency: of the time that one batch takes on this machine, measured.
+        bytes: how large a task file may be, its header left out; adapters' ranks and channels shrink in step, or
+            channels alone where ``rank`` is given, or ranks alone without scores.
+        rank: of all components of adapters' bottlenecks; ranks differ from layer to layer afterwards.
+        ranking: "global", over all layers, or "local", the same share of each.
+        writers: "coupled", or "free" to let each layer that writes into a residual stream keep channels of its own.
+        normalise: what each layer's scores are divided by first: none, sum, l2, mean or max; by default the
+            criterion's choice.
+        aggregate: how the scores of coupled writers are brought together: sum, mean or max.
+        min_keep: how many units stay everywhere.
+        round_to: widths become multiples of this, 8 or 16 say, or stay whole.
+        protect: modules that stay whole, names or patterns.
+        example: the batch whose latency counts; by default the example that the network was traced with.
+        structure: what `trace` found, if neither scores nor network have it.
+
+    >>> import torch
+    >>> from spalier import score, trace
+    >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> scores = score(net, criterion="weight", structure=trace(net, torch.ones(1, 2)))
+    >>> print(select(net, scores, channels=0.5))
+    stream  kept  of
+         0     4   8
+    <BLANKLINE>
+    channels    4 of 8 (50.0%)
+    parameters  22 of 42 (52.4%), learned 22
+    MACs        16 of 32 (50.0%)
+    bytes       88
+    """
+    options = _Options(ranking, writers, normalise, aggregate, min_keep, round_to)
+    budget = _budget(channels=channels, weights=weights, macs=macs, latency=latency, bytes=bytes, rank=rank)
+    if scores is not None and not isinstance(scores, Scores):
+        raise ConfigError(f"scores is a {type(scores).__name__}, expected what score returns")
+    structure = structure_of(net, structure or (scores.structure if scores is not None else None))
+    meter = Meter(net, structure)
+    search = _Search(net, meter, options, scores, protect)
+    plan = search.plan(budget, rank, example)
+    assert_same_on_every_rank("the plan", (plan.keep, plan.ranks, plan.writers))
+    return plan
+
+
+@dataclass(frozen=True)
+class _Options:
+    ranking: Ranking
+    writers: Writers
+    normalise: Normalise | None
+    aggregate: Aggregate
+    min_keep: int
+    round_to: int
+
+    def __post_init__(self) -> None:
+        _check_one("ranking", self.ranking, ("global", "local"))
+        _check_one("writers", self.writers, ("coupled", "free"))
+        _check_one("normalise", self.normalise, (None, *NORMALISATIONS))
+        _check_one("aggregate", self.aggregate, AGGREGATIONS)
+        for name in ("min_keep", "round_to"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")
+
+
+def _check_one(name: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        words = ", ".join(repr(a) for a in allowed if a is not None)
+        raise ConfigError(f"{name} is {value!r}, expected one of {words}")
+
+
+@dataclass(frozen=True)
+class _Budget:
+    kind: str
+    value: float
+
+
+def _budget(*, rank: float | None, bytes: int | None, **shares: float | None) -> _Budget | None:
+    given = {name: value for name, value in shares.items() if value is not None}
+    for name, value in {**given, **({} if rank is None else {"rank": rank})}.items():
+        number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
+        if not number or not 0 < value <= 1:
+            raise BudgetError(
+                f"{name} is {value!r}, expected a share of the unpruned network, above 0 and at most 1"
+            )
+    if bytes is not None:
+        if not isinstance(bytes, int) or isinstance(bytes, bool) or bytes < 1:
+            raise BudgetError(f"bytes is {bytes!r}, expected a whole number of bytes above 0")
+        given["bytes"] = bytes
+    if len(given) > 1:
+        raise BudgetError(f"{' and '.join(given)} were given; expected one budget, and perhaps rank beside it")
+    if not given and rank is None:
+        raise BudgetError("no budget was given; expected channels=, weights=, macs=, latency=, bytes= or rank=")
+    return _Budget(*next(iter(given.items()))) if given else None
+
+
+Masks = dict[str, Mask]
+
+
+class _Search:
+    """Finds how far to go in the order of units and components."""
+
+    def __init__(
+        self, net: nn.Module, meter: Meter, options: _Options, scores: Scores | None, protect: Any
+    ) -> None:
+        self.net, self.meter, self.options, self.scores = net, meter, options, scores
+        self.protected = _protected(net, meter.structure, protect)
+
+    def plan(self, budget: _Budget | None, rank: float | None, example: Any) -> Plan:
+        no_order = Order([], "local")
+        ranks = no_order if rank is None and (budget is None or budget.kind != "bytes") else self._rank_order()
+        fixed: Masks = {}
+        if rank is not None:
+            fixed = self._reach(ranks, lambda m: sum(int(x.sum()) for x in m.values()), rank, "rank")
+            ranks = no_order
+        if budget is None:
+            return self._made({}, fixed)
+        if self.scores is None and budget.kind != "bytes":
+            raise PlanError(f"a budget of {budget.kind} needs scores; pass what score returns")
+        units = self._unit_order() if self.scores is not None else no_order
+        if budget.kind == "bytes":
+            chosen, left = self._within_bytes(units, ranks, fixed, int(budget.value))
+            return self._made(chosen, left)
+        if budget.kind == "latency":
+            return self._within_latency(units, fixed, budget.value, example)
+        measure = {"channels": self.meter.channels, "weights": self.meter.parameters, "macs": self.meter.macs}
+        size = measure[budget.kind]
+        whole = size(self.meter.whole)
+        chosen = self._reach(units, lambda m: size(self._kept(m)), budget.value, budget.kind, whole)
+        return self._made(chosen, fixed)
+
+    def _kept(self, masks: Masks) -> Kept:
+        return settled(self.meter.structure, self.meter.kept, masks, self.options.writers)
+
+    def _unit_order(self) -> Order:
+        assert self.scores is not None
+        o = self.options
+        groups = unit_groups(
+            self.meter.structure,
+            self.scores,
+            self.meter.kept,
+            writers=o.writers,
+            normalise=o.normalise,
+            aggregate=o.aggregate,
+            min_keep=o.min_keep,
+            round_to=o.round_to,
+            protected=self.protected,
+        )
+        for each in groups:
+            _check_alive(each.name, each.order, self.meter.kept, self.meter.structure)
+        return Order(groups, o.ranking)
+
+    def _rank_order(self) -> Order:
+        found = importances(self.net)
+        chosen = {name: value for name, value in found.items() if name not in self.protected}
+        if not chosen:
+            raise BudgetError("no adapter here has a rank to prune; expected a network with SPLoRA or LoRA on it")
+        return Order(components(chosen), self.options.ranking)
+
+    def _reach(
+        self, order: Order, size: Callable[[Masks], float], share: float, kind: str, whole: float | None = None
+    ) -> Masks:
+        """The longest prefix that is left once the size is within its share of the whole."""
+        total = size(order.masks(0)) if whole is None else whole
+        limit = np.floor(share * total + 1e-9)
+        steps = first_step(len(order), lambda n: size(order.masks(n)) <= limit)
+        if steps is None:
+            least = size(order.masks(len(order)))
+            raise BudgetError(
+                f"{kind}={share} cannot be reached: with all that may go gone, {least / total:.4f} is left "
+                f"({int(least):,} of {int(total):,}); ask for that or more, or lower min_keep, round_to and protect"
+            )
+        return order.masks(steps)
+
+    def _within_bytes(self, units: Order, ranks: Order, fixed: Masks, limit: int) -> tuple[Masks, Masks]:
+        """Both orders in step: the same share of each is gone."""
+        if not is_marked(self.net):
+            raise BudgetError("a budget of bytes is one of a task file; expected an adapted network")
+        longest = max(len(units), len(ranks))
+
+        def at(step: int) -> tuple[Masks, Masks]:
+            taken = [len(order) * step // max(longest, 1) for order in (units, ranks)]
+            return units.masks(taken[0]), {**fixed, **ranks.masks(taken[1])}
+
+        def size(step: int) -> int:
+            masks, left = at(step)
+            return self.meter.task_bytes(self._kept(masks), {n: int(m.sum()) for n, m in left.items()})
+
+        steps = first_step(longest, lambda n: size(n) <= limit)
+        if steps is None:
+            raise BudgetError(
+                f"bytes={limit:,} cannot be reached: with all that may go gone, {size(longest):,} are left; ask for that "
+                "or more, or lower min_keep, round_to and protect"
+            )
+        return at(steps)
+
+    def _within_latency(self, units: Order, fixed: Masks, share: float, example: Any) -> Plan:
+        clock = Latency(self.net, self.meter, example)
+        steps, measured, base = clock.search(
+            len(units), lambda n: self._made(units.masks(n), fixed), lambda n: self._kept(units.masks(n)), share
+        )
+        return self._made(units.masks(steps), fixed, measured, base)
+
+    def _made(
+        self, masks: Masks, ranks: Masks, latency: float | None = None, latency_base: float | None = None
+    ) -> Plan:
+        structure = self.meter.structure
+        keep = {name: np.flatnonzero(mask).tolist() for name, mask in masks.items()}
+        left = {name: np.flatnonzero(mask).tolist() for name, mask in ranks.items()}
+        plan = Plan(structure, keep, writers=self.options.writers, ranks=left)
+        prediction = self.meter.predict(plan, self._kept(masks))
+        if latency is not None:
+            prediction = replace(prediction, latency=latency, latency_base=latency_base)
+        return Plan(structure, keep, writers=self.options.writers, ranks=left, prediction=prediction)
+
+
+def importances(net: nn.Module) -> dict[str, Floats]:
+    """The size of each component of each adapter, as a share of its fused weight's."""
+    if not is_marked(net):
+        return {}
+    found: dict[str, Floats] = {}
+    seen = set()
+    for entry in attachment_of(net).updated:
+        update = entry.update
+        if isinstance(update, LowRank) and update not in seen:
+            seen.add(update)
+            size = float(update(entry.layer.get_parameter(entry.weight)).detach().double().norm())
+            found[adapter_path(entry.name, entry.weight)] = (update.importance() / max(size, 1e-30)).cpu().numpy()
+    return found
+
+
+def _protected(net: nn.Module, structure: Structure, protect: Any) -> set[str]:
+    """The streams, free writers and adapters that have a tensor in a protected module."""
+    if protect is None:
+        return set()
+    names = Names(net)
+    chosen = {path for module in select_named(names, "protect", protect) for path in names.of[module]}
+    found = {
+        stream.name
+        for stream in structure.streams
+        if any(m.role != "rider" and m.tensor.rpartition(".")[0] in chosen for m in stream.members)
+    }
+    return found | chosen
+
+
+def _check_alive(name: str, order: Any, kept: Kept, structure: Structure) -> None:
+    number = structure.index.get(name)
+    mask = kept.writers.get(name) if name in kept.writers else None
+    if mask is None:
+        stream = number if number is not None else next(w.stream for w in structure.writers if w.name == name)
+        mask = kept.streams[stream]
+    if set(order.tolist()) != set(np.flatnonzero(mask).tolist()):
+        raise PlanError(
+            f"the scores of {name!r} are for other units than the network has left: it was pruned since; score it again"
+        )

@@ -1,0 +1,48 @@
+"""Criteria of first order: what passes through a unit, and the loss's gradient there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from spalier.criteria.criterion import ActivationCriterion
+
+
+@dataclass(frozen=True)
+class Gradient(ActivationCriterion):
+    """The loss's gradient after the norm: its mean over positions, its absolute value for each sample."""
+
+    def of_activations(self, values: Tensor, gradients: Tensor | None) -> Tensor:
+        """The mean gradient."""
+        assert gradients is not None
+        mean = gradients.mean(1)
+        return mean if self.literal else mean.abs()
+
+
+@dataclass(frozen=True)
+class Taylor(ActivationCriterion):
+    """How much the loss would change, to first order, without the unit; its absolute value for each sample."""
+
+    def of_activations(self, values: Tensor, gradients: Tensor | None) -> Tensor:
+        """Value times gradient, the mean over positions."""
+        assert gradients is not None
+        return (values * gradients).mean(1)
+
+
+@dataclass(frozen=True)
+class Movement(ActivationCriterion):
+    """How much the loss would grow, to first order, without the unit, with its sign.
+
+    That is minus weight times gradient, the direction in which training moves weights away from zero. Over batches it
+    says what the next step would do; `record_movement` adds it up while the network trains, as movement pruning does.
+    """
+
+    signed: ClassVar[bool] = True
+    literal: ClassVar[bool] = False
+
+    def of_activations(self, values: Tensor, gradients: Tensor | None) -> Tensor:
+        """Minus value times gradient, the sum over positions."""
+        assert gradients is not None
+        return -(values * gradients).sum(1)

@@ -1,0 +1,128 @@
+"""Layer-wise relevance propagation as a criterion: how much of the target's output each unit explains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from spalier.criteria.batches import Batch, batches_of
+from spalier.criteria.criterion import Criterion
+from spalier.criteria.probe import Probe, Totals, Values
+from spalier.criteria.relevance import Relevance
+from spalier.criteria.scores import Normalise
+from spalier.criteria.watching import Record, watched
+from spalier.errors import ScoreError
+from spalier.structure.capture import in_eval_mode
+
+
+@dataclass(frozen=True)
+class LRP(Criterion):
+    """The absolute relevance at a unit, summed over positions, where each sample's target has relevance 1.
+
+    Without targets the largest output is explained. ``literal=True`` leaves adapters out, as the published code mostly did.
+    """
+
+    normalise: ClassVar[Normalise] = "sum"
+    literal: bool = False
+
+    def measure(self, probe: Probe, batches: Any, loss: Any) -> Values:
+        """A score for every unit that is left, by stream and layer."""
+        twin = probe.twin(fused=not self.literal)
+        fold_norms_(twin, probe)
+        watches = [probe.watch(site) for site in probe.sites()]
+        totals = Totals(watches)
+        with in_eval_mode(twin), watched(twin, watches, _absolute, gradients=True) as record:
+            for batch in batches_of(batches, probe.net, self.name):
+                with torch.inference_mode(False):
+                    explain(twin, batch, record)
+                totals.add(record.take(), batch)
+        probe.samples = totals.samples
+        return totals.means()
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return "lrp"
+
+
+def _absolute(values: Tensor, relevance: Tensor) -> Tensor:
+    return relevance.abs().sum(1)
+
+
+def explain(twin: nn.Module, batch: Batch, record: Record) -> None:
+    """Send relevance 1 back from each sample's target."""
+    record.start(1)  # relevance is each sample's own, no mean of a loss
+    with Relevance():
+        output = batch.run(twin)
+    logits = output if isinstance(output, Tensor) else _logits(output)
+    if logits.dim() != 2:
+        raise ScoreError(
+            f"lrp explains one output of each sample; the network returns shape {tuple(logits.shape)}, expected "
+            "(samples, classes)"
+        )
+    if not logits.requires_grad:
+        raise ScoreError(
+            "no relevance comes back: no channel of a stream has a part in the network's output, or it ends in a "
+            "softmax; let it return logits"
+        )
+    logits.backward(_one_hot(logits, batch))
+
+
+def _logits(output: Any) -> Tensor:
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if not isinstance(found, Tensor):
+        raise ScoreError(f"the network returns a {type(output).__name__}, expected a tensor or something with logits")
+    return found
+
+
+def _one_hot(logits: Tensor, batch: Batch) -> Tensor:
+    targets = batch.targets[0] if batch.targets else batch.kwargs.get("labels")
+    if targets is None:
+        targets = logits.detach().argmax(1)
+    ok = isinstance(targets, Tensor) and targets.shape == logits.shape[:1] and not targets.is_floating_point()
+    if not ok or targets.min() < 0 or targets.max() >= logits.shape[1]:
+        raise ScoreError(
+            f"the targets of batch {batch.number} are not class numbers below {logits.shape[1]}, one for each sample; "
+            "lrp explains the output of each sample's class"
+        )
+    return torch.zeros_like(logits).scatter_(1, targets[:, None].long(), 1.0)
+
+
+@torch.no_grad()
+def fold_norms_(twin: nn.Module, probe: Probe) -> None:
+    """Fold each batch norm into the layer before it, where that layer has no other; others pass relevance on."""
+    axes = {m.tensor: m.axis for stream in probe.structure.streams for m in stream.members if m.role == "writer"}
+    norms: dict[str, set[str | None]] = {}
+    for site in probe.structure.sites:
+        norms.setdefault(site.writer, set()).add(site.norm)
+    for writer, found in norms.items():
+        norm = next(iter(found))
+        if len(found) == 1 and norm is not None and f"{writer}.weight" in axes:
+            layer, module = twin.get_submodule(writer), twin.get_submodule(norm)
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_var is not None:
+                _fold_(layer, module, axes[f"{writer}.weight"])
+
+
+def _fold_(layer: Any, norm: Any, axis: int) -> None:
+    scale = torch.rsqrt(norm.running_var + norm.eps)
+    if norm.weight is not None:
+        scale = scale * norm.weight
+    shift = -norm.running_mean * scale if layer.bias is None else (layer.bias - norm.running_mean) * scale
+    if norm.bias is not None:
+        shift = shift + norm.bias
+    shape = [-1 if a == axis else 1 for a in range(layer.weight.dim())]
+    layer.weight = nn.Parameter(layer.weight * scale.view(shape), requires_grad=False)
+    layer.bias = nn.Parameter(shift, requires_grad=False)
+    if type(norm).forward is nn.modules.batchnorm._BatchNorm.forward:
+        norm.__dict__["forward"] = _as_it_is
+        return
+    norm.running_mean, norm.running_var = torch.zeros_like(scale), torch.ones_like(scale)
+    norm.eps, norm.weight, norm.bias = 0.0, None, None
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x

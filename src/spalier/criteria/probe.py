@@ -1,0 +1,223 @@
+"""A probe of a network: its fused weights by unit, and a plain twin that is watched while it runs.
+
+The twin is a fused copy, so the network itself is never touched: no hook, no gradient, no mode of it changes, whatever
+happens. Weights stay frozen, so a backward pass costs what the activations' gradients cost.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from spalier.adapters.attachment import is_marked
+from spalier.adapters.fuse import fuse
+from spalier.criteria.batches import Batch, batches_of, loss_of
+from spalier.criteria.watching import Watch, watched
+from spalier.errors import ScoreError
+from spalier.pruning.attention import base_scale, run_attention
+from spalier.pruning.cuts import fused_value, owners_of
+from spalier.pruning.kept import Kept, kept_of
+from spalier.structure.capture import in_eval_mode
+from spalier.structure.sites import Site, layer_name
+from spalier.structure.streams import present
+from spalier.structure.structure import Structure
+
+Place = tuple[int, str]
+"""A stream's number, and the layer whose channels are looked at."""
+Values = dict[Place, Tensor]
+Measure = Callable[[Tensor, Tensor | None], Tensor]
+
+
+class Probe:
+    """What a criterion may look at; a new one is made for every `score`."""
+
+    def __init__(self, net: nn.Module, structure: Structure) -> None:
+        self.net, self.structure = net, structure
+        self.kept: Kept = kept_of(net, structure)
+        self.samples = 0
+        """How many samples were looked at."""
+
+    # weights
+
+    def weights(self, *, fused: bool, folded: bool) -> Iterator[tuple[Place, Tensor]]:
+        """The weights that write each unit, as (units, entries), for every layer that writes a stream."""
+        owners = owners_of(self.net, self.structure.names)
+        norms = {(s.stream, s.writer): s.norm for s in self.structure.sites if s.norm}
+        for number, stream in enumerate(self.structure.streams):
+            for member in (m for m in stream.members if m.role == "writer"):
+                place = number, layer_name(member.tensor)
+                owner = owners[member.tensor][0]
+                plain: Tensor = getattr(owner.module, owner.place)[owner.key].detach()
+                weight = fused_value(owners, member.tensor) if fused else plain
+                rows = weight.detach().movedim(member.axis, 0).flatten(1)
+                if folded and place in norms:
+                    rows = rows * _norm_scale(self.net.get_submodule(norms[place]))[:, None]
+                left = self.kept.of(self.structure, member.tensor)[member.axis]
+                yield place, _by_unit(rows, member.units[left])
+
+    # activations
+
+    def twin(self, *, fused: bool = True) -> nn.Module:
+        """A plain copy in eval mode, all frozen, with attention that calls its output projection."""
+        if not is_marked(self.net):
+            made = copy.deepcopy(self.net)
+        elif fused:
+            made = fuse(self.net)
+        else:
+            made = _without_updates(self.net)
+        for parameter in made.parameters():
+            parameter.requires_grad_(False)
+        for module in made.modules():
+            _open_(module)
+        return made
+
+    def sites(self) -> list[Site]:
+        """One or more for every stream; a stream that cannot be seen is an error."""
+        seen = {site.stream for site in self.structure.sites}
+        for number, stream in enumerate(self.structure.streams):
+            if number not in seen:
+                raise ScoreError(
+                    f"the channels of {stream.name!r} pass through no module's input or output, so nothing can be "
+                    "measured there; use criterion 'weight', 'magnitude' or 'random', or keep it whole "
+                    "(trace(..., freeze=...))"
+                )
+        return list(self.structure.sites)
+
+    def watch(self, site: Site) -> Watch:
+        """How a site is watched in the network as it is now."""
+        size = len(site.placed[0][1])
+        left = present(site.placed, size, self.kept.streams)
+        if site.writer in self.kept.writers and site.side == "output":
+            left = left & self.kept.writers[site.writer]
+        units = dict(site.placed)[site.stream][left]
+        alive = np.unique(units[units >= 0])
+        where = np.where(units >= 0, np.searchsorted(alive, units), len(alive))
+        return Watch(site, torch.from_numpy(where), len(alive))
+
+    def observe(
+        self,
+        batches: Any,
+        loss: Any,
+        measure: Measure,
+        *,
+        what: str,
+        gradients: bool = True,
+        signed: bool = False,
+        literal: bool = False,
+    ) -> Values:
+        """Run batches through the twin and average what ``measure`` says of every site."""
+        twin = self.twin(fused=not literal)
+        watches = [self.watch(site) for site in self.sites()]
+        totals = Totals(watches, signed)
+        with in_eval_mode(twin):
+            if literal:
+                _norms_in_train_mode_(twin)
+            with watched(twin, watches, measure, gradients, before_norm=literal) as record:
+                for batch in batches_of(batches, self.net, what):
+                    self._observe_one(twin, batch, loss, record, gradients)
+                    totals.add(record.take(), batch, literal)
+        self.samples = totals.samples
+        return totals.means()
+
+    def _observe_one(self, twin: nn.Module, batch: Batch, loss: Any, record: Any, gradients: bool) -> None:
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+            record.start(batch.size)
+            output = batch.run(twin)
+            if gradients:
+                loss_of(loss, output, batch).backward()
+
+
+class Totals:
+    """Sums over samples, in float64, checked batch by batch."""
+
+    def __init__(self, watches: list[Watch], signed: bool = False) -> None:
+        self.watches, self.signed = watches, signed
+        self.sums = [torch.zeros(watch.units, dtype=torch.float64) for watch in watches]
+        self.samples = 0
+
+    def add(self, values: list[Tensor | None], batch: Batch, literal: bool = False) -> None:
+        """One batch's numbers for every site, (samples, units); the literal definition sums before it takes values."""
+        for watch, total, value in zip(self.watches, self.sums, values, strict=True):
+            if value is None:
+                raise ScoreError(
+                    f"nothing came through {watch.site.module!r} in batch {batch.number}: no output of the network that "
+                    "the loss takes depends on it; use the inputs and the loss that the network was traced for"
+                )
+            total += finite(value if literal or self.signed else value.abs(), watch, batch).sum(0).to(total)
+        self.samples += batch.size
+
+    def means(self) -> Values:
+        """The mean over samples; layers that are seen at several places are added up."""
+        found: Values = {}
+        for watch, total in zip(self.watches, self.sums, strict=True):
+            place = watch.site.stream, watch.site.writer
+            value = (total if self.signed else total.abs()) / max(self.samples, 1)
+            found[place] = found[place] + value if place in found else value
+        return found
+
+
+def finite(value: Tensor, watch: Watch, batch: Batch) -> Tensor:
+    """The value; an error that names layer and batch where it is not finite."""
+    if not torch.isfinite(value).all():
+        raise ScoreError(
+            f"{watch.site.writer!r} has scores that are NaN or infinite in batch {batch.number}; look at that batch's "
+            "inputs, or go back to sound weights"
+        )
+    return value
+
+
+def _open_(module: nn.Module) -> None:
+    """Let hooks see what PyTorch's attention and encoders compute past their own modules."""
+    if isinstance(module, nn.MultiheadAttention):
+        module.__dict__.setdefault("scale", base_scale(module))
+        module.__dict__["forward"] = partial(run_attention, module, project=_called)
+    elif isinstance(module, nn.TransformerEncoderLayer):
+        module.activation_relu_or_gelu = 0
+    elif isinstance(module, nn.TransformerEncoder):
+        module.use_nested_tensor = False
+
+
+def _called(module: nn.Module, x: Tensor) -> Tensor:
+    """The output projection called as a module, so that hooks see what it takes."""
+    made: Tensor = module(x)
+    return made
+
+
+def _norms_in_train_mode_(twin: nn.Module) -> None:
+    for module in twin.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.training = True
+
+
+def _without_updates(net: nn.Module) -> nn.Module:
+    """A copy as if nothing had been learned but norms and head: what the published code scored."""
+    memo: dict[int, Any] = {}
+    twin = copy.deepcopy(net, memo)
+    for name, parameter in twin.named_parameters():
+        if "_adapter." in name:
+            with torch.no_grad():
+                parameter.zero_()
+    return fuse(twin)
+
+
+def _norm_scale(norm: nn.Module) -> Tensor:
+    """What a batch norm in eval mode multiplies each channel by."""
+    variance: Tensor = norm.running_var  # type: ignore[assignment]
+    scale = torch.rsqrt(variance + norm.eps)  # type: ignore[operator]
+    return scale * norm.weight.detach() if norm.weight is not None else scale  # type: ignore[union-attr, operator]
+
+
+def _by_unit(rows: Tensor, units: Any) -> Tensor:
+    """Rows of one unit side by side: every unit has equally many."""
+    alive = np.unique(units[units >= 0])
+    if len(alive) == len(units) and np.array_equal(alive, units):
+        return rows
+    order = np.argsort(np.where(units >= 0, units, len(alive) + units.max() + 1), kind="stable")
+    order = order[: int((units >= 0).sum())]
+    return rows[torch.from_numpy(order).to(rows.device)].reshape(len(alive), -1)

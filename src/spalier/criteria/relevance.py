@@ -1,0 +1,371 @@
+"""Layer-wise relevance propagation: rules for operations, as backward passes of their own.
+
+While a network runs under `Relevance`, every operation that relevance can pass through gets a backward pass that hands
+on relevance instead of gradients: what an output explains is shared out over the inputs that made it.
+
+- convolutions: alpha 1, beta 0 (positive inputs with positive weights, negative with negative), the bias left out;
+- linear layers, sums, averages, products with a constant matrix: epsilon;
+- activations and norms pass it on; maxima give it to the winner; data movement moves it;
+- attention: the weights are constants, relevance goes through the values;
+- a product of two signals: a gate (the smaller one) gets nothing, equals share.
+
+Anything else is refused by name. Sums are conserved but for biases of linear layers and the epsilon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from spalier.errors import ScoreError
+
+EPSILON = 1e-6
+Run = Callable[[Tensor], Tensor]
+Share = Callable[[Tensor, Tensor], Tensor]
+"""From an operation's input and the relevance of its output to the relevance of its input."""
+
+
+class Relevance(TorchFunctionMode):
+    """Runs a network so that ``backward`` hands on relevance."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = _name(func)
+        if name == "get" or not _carries(args, kwargs):
+            return func(*args, **kwargs)
+        rule = RULES.get(name)
+        if rule is None:
+            raise ScoreError(
+                f"lrp has no rule for {name!r}, which this network calls; use another criterion, such as 'taylor'"
+            )
+        return rule(func, *args, **kwargs)
+
+
+def _name(func: Any) -> str:
+    """The name of a function or method, in place or not: ``x += y`` is ``add``.
+
+    >>> _name(torch.Tensor.__iadd__), _name(torch.Tensor.__getitem__), _name(torch.relu_)
+    ('add', 'getitem', 'relu')
+    """
+    name = str(getattr(func, "__name__", func)).strip("_")
+    return _SPELLINGS.get(name, name)
+
+
+_SPELLINGS = {
+    "iadd": "add",
+    "radd": "add",
+    "isub": "sub",
+    "rsub": "rsub",
+    "subtract": "sub",
+    "imul": "mul",
+    "rmul": "mul",
+    "multiply": "mul",
+    "truediv": "div",
+    "itruediv": "div",
+    "divide": "div",
+    "true_divide": "div",
+}
+
+
+def _carries(*values: Any) -> bool:
+    """True where relevance can pass through some tensor."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                return True
+        elif isinstance(value, tuple | list):
+            if _carries(*value):
+                return True
+        elif isinstance(value, dict) and _carries(*value.values()):
+            return True
+    return False
+
+
+class _Shared(torch.autograd.Function):
+    """Any operation of one input, and how its relevance is shared out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Run, share: Share) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.share = share
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, *relevance: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return ctx.share(x, relevance[0]), None, None
+
+
+class _Passed(torch.autograd.Function):
+    """An operation that hands on relevance as it is; its input need not be kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Run) -> Tensor:
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, *relevance: Tensor) -> Any:
+        return relevance[0], None
+
+
+class _Sum(torch.autograd.Function):
+    """Two terms, each with its share of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a + b
+
+    @staticmethod
+    def backward(ctx: Any, *relevance: Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        share = relevance[0] / _stable(a + b)
+        wants_a, wants_b = ctx.needs_input_grad
+        return (
+            (a * share).sum_to_size(a.shape) if wants_a else None,
+            (b * share).sum_to_size(b.shape) if wants_b else None,
+        )
+
+
+class _Product(torch.autograd.Function):
+    """Two signals multiplied; each gets its share of the relevance."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, shares: tuple[float, float]) -> Tensor:
+        ctx.shares, ctx.shapes = shares, (a.shape, b.shape)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, *relevance: Tensor) -> Any:
+        given = [
+            (relevance[0] * share).sum_to_size(shape) if share else None
+            for share, shape in zip(ctx.shares, ctx.shapes, strict=True)
+        ]
+        return (*given, None)
+
+
+class _Bilinear(torch.autograd.Function):
+    """Two signals contracted with each other; each gets half, by what it contributed."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, func: Any) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.func = func
+        made: Tensor = func(a, b)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *relevance: Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (a, b)]
+            z = ctx.func(*leaves)
+            sent = torch.autograd.grad(z, leaves, relevance[0] / _stable(z.detach()) / 2)
+        return a * sent[0], b * sent[1], None
+
+
+def _stable(z: Tensor) -> Tensor:
+    return z + EPSILON * torch.where(z < 0, -1.0, 1.0)
+
+
+def _back(linear: Run, x: Tensor, above: Callable[[Tensor], Tensor]) -> Tensor:
+    """``x`` times what a linear operation sends back of a function of its output."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        z = linear(leaf)
+        (sent,) = torch.autograd.grad(z, leaf, above(z.detach()))
+    return x * sent
+
+
+def _epsilon(linear: Run) -> Share:
+    """Each input gets what it contributed, over the sum of all contributions."""
+    return lambda x, relevance: _back(linear, x, lambda z: relevance / _stable(z))
+
+
+def _alpha_beta(run: Callable[[Tensor, Tensor], Tensor], weight: Tensor) -> Share:
+    """Only contributions of the right sign count: positive with positive, negative with negative."""
+
+    def share(x: Tensor, relevance: Tensor) -> Tensor:
+        positive = weight.clamp(min=0)
+        if not x.dtype.is_floating_point or float(x.min()) >= 0:
+            return _back(lambda v: run(v, positive), x, lambda z: relevance / _stable(z))
+        parts = [(x.clamp(min=0), positive), (x.clamp(max=0), weight.clamp(max=0))]
+        with torch.enable_grad():
+            leaves = [part.requires_grad_() for part, _ in parts]
+            z = [run(leaf, w) for leaf, (_, w) in zip(leaves, parts, strict=True)]
+            above = relevance / _stable((z[0] + z[1]).detach())
+            sent = torch.autograd.grad(z, leaves, [above, above])
+        return sum(part.detach() * each for (part, _), each in zip(parts, sent, strict=True))  # type: ignore[return-value]
+
+    return share
+
+
+# the rules, by the names of operations: each runs the operation so that its backward pass shares out relevance
+
+Rule = Callable[..., Any]
+
+
+def _convolution(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    if not x.requires_grad or weight.requires_grad:
+        raise ScoreError("lrp has no rule for a convolution whose kernel is computed; use another criterion")
+    return _Shared.apply(  # type: ignore[no-any-return]
+        x,
+        lambda v: func(v, weight, bias, *args, **kwargs),
+        _alpha_beta(lambda v, w: func(v, w, None, *args, **kwargs), weight),
+    )
+
+
+def _linear(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Linear in its first argument, which alone carries relevance; a bias takes its share and keeps it."""
+    if _carries(args, kwargs) or not isinstance(x, Tensor) or not x.requires_grad:
+        raise ScoreError(f"lrp has no rule for {_name(func)!r} of computed weights; use another criterion")
+
+    def run(v: Tensor) -> Tensor:
+        made: Tensor = func(v, *args, **kwargs)
+        return made
+
+    return _Shared.apply(x, run, _epsilon(run))  # type: ignore[no-any-return]
+
+
+def _matmul(func: Any, a: Tensor, b: Tensor) -> Tensor:
+    if not b.requires_grad:
+        return _linear(func, a, b)
+    if not a.requires_grad:
+        return _linear(lambda v, u: func(u, v), b, a)
+    return _Bilinear.apply(a, b, func)  # type: ignore[no-any-return]
+
+
+def _attention(func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if not value.requires_grad:
+        return func(query.detach(), key.detach(), value, *args, **kwargs)  # type: ignore[no-any-return]
+    query, key = query.detach(), key.detach()
+    return _linear(lambda v: func(query, key, v, *args, **kwargs), value)
+
+
+def _pass(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Activations and norms."""
+    others, named = _detached(args), _detached(kwargs)
+    named.pop("inplace", None) if isinstance(named, dict) else None
+    run = _out_of_place(func)
+    return _Passed.apply(x, lambda v: run(v, *_without_inplace(run, others), **named))  # type: ignore[no-any-return]
+
+
+def _constant(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """What only weighs or scales signals: it gets no relevance."""
+    with torch.no_grad():
+        return func(*_detached(args), **_detached(kwargs))
+
+
+def _move(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Data movement: the gradient of a move is the move of relevance."""
+    return func(*args, **kwargs)
+
+
+def _add(func: Any, a: Any, b: Any, *, alpha: float = 1, **kwargs: Any) -> Tensor:
+    return _summed(a, b if alpha == 1 else b * alpha)
+
+
+def _summed(a: Any, b: Any) -> Tensor:
+    if not isinstance(a, Tensor):
+        a, b = b, a
+    if not isinstance(b, Tensor):  # a number shifts every entry alike
+        return _Passed.apply(a, lambda v: v + b)  # type: ignore[no-any-return]
+    return _Sum.apply(a, b)  # type: ignore[no-any-return]
+
+
+def _sub(func: Any, a: Any, b: Any, *, alpha: float = 1) -> Tensor:
+    return _summed(a, _negative(b) if alpha == 1 else _negative(b) * alpha)
+
+
+def _negative(x: Any) -> Any:
+    return _Passed.apply(x, torch.neg) if isinstance(x, Tensor) and x.requires_grad else -x
+
+
+def _mul(func: Any, a: Any, b: Any, **kwargs: Any) -> Tensor:
+    if not isinstance(a, Tensor) or not a.requires_grad:
+        a, b = b, a
+    if not isinstance(b, Tensor) or not b.requires_grad:
+        return _Passed.apply(a, lambda v: v * b) if _same_shape(a, b) else _Product.apply(a, b, (1.0, 0.0))  # type: ignore[no-any-return]
+    if a.numel() == b.numel():
+        return _Product.apply(a, b, (0.5, 0.5))  # type: ignore[no-any-return]
+    shares = (1.0, 0.0) if a.numel() > b.numel() else (0.0, 1.0)
+    return _Product.apply(a, b, shares)  # type: ignore[no-any-return]
+
+
+def _same_shape(a: Tensor, b: Any) -> bool:
+    return not isinstance(b, Tensor) or torch.broadcast_shapes(a.shape, b.shape) == a.shape
+
+
+def _div(func: Any, a: Any, b: Any, **kwargs: Any) -> Tensor:
+    """The denominator is a scale."""
+    scale = b.detach() if isinstance(b, Tensor) else b
+    if not isinstance(a, Tensor) or not a.requires_grad:
+        return _constant(func, a, b, **kwargs)  # type: ignore[no-any-return]
+    return _mul(func, a, 1 / scale)
+
+
+def _detached(values: Any) -> Any:
+    if isinstance(values, Tensor):
+        return values.detach()
+    if isinstance(values, tuple | list):
+        return type(values)(_detached(v) for v in values)
+    if isinstance(values, dict):
+        return {key: _detached(value) for key, value in values.items()}
+    return values
+
+
+def _out_of_place(func: Any) -> Any:
+    """``relu_`` writes into what others may still need."""
+    name = str(getattr(func, "__name__", ""))
+    if name.endswith("_") and not name.startswith("__"):
+        plain = name.rstrip("_")
+        return getattr(torch.nn.functional, plain, None) or getattr(torch, plain, None) or getattr(Tensor, plain)
+    return func
+
+
+def _without_inplace(func: Any, args: Any) -> Any:
+    """``F.relu(x, True)`` and its like have the switch as their last positional argument."""
+    return tuple(False if value is True else value for value in args)
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(
+        ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"], _convolution
+    ),
+    **dict.fromkeys(["linear", "mean", "sum", "interpolate", "upsample", "cumsum"], _linear),
+    **dict.fromkeys([f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)], _linear),
+    **dict.fromkeys(["matmul", "bmm", "mm", "rmatmul"], _matmul),
+    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(
+        "relu relu6 leaky_relu elu selu celu gelu silu mish hardswish hardtanh softplus tanh sigmoid hardsigmoid "
+        "logsigmoid prelu threshold clamp clamp_min square pow batch_norm layer_norm group_norm rms_norm instance_norm "
+        "dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout neg".split(),
+        _pass,
+    ),
+    **dict.fromkeys(["softmax", "rsqrt", "sqrt", "reciprocal", "std", "var", "norm"], _constant),
+    "add": _add,
+    "sub": _sub,
+    "rsub": lambda func, a, b, **kwargs: _sub(func, b, a, **kwargs),
+    "mul": _mul,
+    "div": _div,
+    **dict.fromkeys(
+        [f"{kind}max_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)]
+        + [f"max_pool{n}d_with_indices" for n in (1, 2, 3)]
+        + "view view_as reshape reshape_as flatten unflatten permute transpose swapaxes movedim t contiguous clone "
+        "cat concat concatenate stack split chunk tensor_split unbind getitem index_select narrow select squeeze "
+        "unsqueeze expand expand_as repeat repeat_interleave tile roll flip pad to float double half bfloat16 type "
+        "masked_fill where gather take_along_dim pixel_shuffle pixel_unshuffle unfold channel_shuffle mT T "
+        "boolean_dispatch max amax".split(),
+        _move,
+    ),
+    **dict.fromkeys(
+        "size dim numel shape dtype device len stride is_contiguous is_floating_point requires_grad register_hook detach "
+        "ndimension element_size has_names is_complex backward new_zeros new_ones new_full new_empty new_tensor "
+        "zeros_like ones_like full_like empty_like eq ne lt le gt ge argmax item tolist numpy".split(),
+        _move,
+    ),
+}

@@ -1,0 +1,128 @@
+"""`score`: what each unit of a network is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from spalier.adapters.attachment import attachment_of, is_marked
+from spalier.criteria.activations import Gradient, Movement, Taylor
+from spalier.criteria.batches import Batches
+from spalier.criteria.criterion import Criterion
+from spalier.criteria.lrp import LRP
+from spalier.criteria.probe import Probe, Values
+from spalier.criteria.scores import Floats, Scores
+from spalier.criteria.second_order import SecondOrder
+from spalier.criteria.simple import Magnitude, Random, Weight
+from spalier.distributed import summed_over_ranks
+from spalier.errors import ConfigError, ScoreError, TraceError
+from spalier.structure.structure import Structure
+
+CRITERIA: dict[str, Callable[[], Criterion]] = {
+    "weight": Weight,
+    "magnitude": Magnitude,
+    "gradient": Gradient,
+    "taylor": Taylor,
+    "lrp": LRP,
+    "second_order": SecondOrder,
+    "movement": Movement,
+    "random": Random,
+}
+
+
+def score(
+    net: nn.Module,
+    batches: Batches | None = None,
+    criterion: str | Criterion = "taylor",
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    structure: Structure | None = None,
+) -> Scores:
+    """Score every unit that ``net`` has left: how much it matters, by stream and by the layers that write it.
+
+    All criteria look at fused weights. The network is not touched: what runs is a plain copy in eval mode, frozen. In a
+    distributed run every rank scores its own batches, and all get the scores of all samples.
+
+    Args:
+        net: a network, adapted or not, pruned or not.
+        batches: an iterable of ``(inputs, targets)`` or of dicts of keyword arguments; ``weight``, ``magnitude`` and
+            ``random`` need none.
+        criterion: a name (weight, magnitude, gradient, taylor, lrp, second_order, movement, random), or an object of
+            `spalier.criteria` or your own.
+        loss: a function of the network's output and the batch's targets that gives the mean over the batch; by default
+            the output's own ``loss``. ``lrp`` needs none: it explains the target's output.
+        structure: what `trace` found; an adapted network remembers it where ``attach_`` was given an example.
+
+    >>> from spalier import trace
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> _ = net[0].weight.data.copy_(torch.tensor([[1., 2.], [0., 1.], [-4., 1.]]))
+    >>> score(net, criterion="weight", structure=trace(net, torch.ones(1, 2)))["0"]
+    array([3., 1., 5.])
+    """
+    chosen = criterion_of(criterion)
+    structure = structure_of(net, structure)
+    if not structure.streams:
+        raise ScoreError("the network has nothing that can be pruned; print its structure to see why")
+    probe = Probe(net, structure)
+    values = chosen.measure(probe, batches if chosen.needs_batches else None, loss)
+    if chosen.needs_batches:
+        values, probe.samples = summed_over_ranks(values, probe.samples)
+    layers = _layers(probe, values, chosen)
+    return Scores(structure, chosen.name, chosen.normalise, layers, probe.samples)
+
+
+def criterion_of(given: str | Criterion) -> Criterion:
+    """The criterion that a name means, or the object itself."""
+    if isinstance(given, Criterion):
+        return given
+    if isinstance(given, str) and given in CRITERIA:
+        return CRITERIA[given]()
+    raise ConfigError(
+        f"criterion is {given!r}, expected one of {', '.join(CRITERIA)}, or an object such as spalier.criteria.Weight(p=2)"
+    )
+
+
+def structure_of(net: nn.Module, given: Structure | None) -> Structure:
+    """The structure that was passed, or the one that an adapted network remembers."""
+    if not isinstance(net, nn.Module):
+        raise ConfigError(f"net is a {type(net).__name__}, expected a torch.nn.Module")
+    if given is not None:
+        if not isinstance(given, Structure):
+            raise ConfigError(f"structure is a {type(given).__name__}, expected what trace returns")
+        return given
+    found = attachment_of(net).structure if is_marked(net) else None
+    if not isinstance(found, Structure):
+        raise TraceError(
+            "nothing is known of how this network's channels hang together; pass structure=trace(net, example), or give "
+            "attach_ an example="
+        )
+    return found
+
+
+def _layers(probe: Probe, values: Values, criterion: Criterion) -> dict[str, dict[str, Floats]]:
+    """Scores of all units of the base; NaN for those that are gone."""
+    found: dict[str, dict[str, Floats]] = {stream.name: {} for stream in probe.structure.streams}
+    for (number, layer), value in values.items():
+        stream = probe.structure.streams[number]
+        alive = probe.kept.streams[number]
+        if len(value) != alive.sum():
+            alive = probe.kept.writers.get(layer, alive)
+        given = value.detach().to("cpu", torch.float64).numpy()
+        if given.shape != (int(alive.sum()),):
+            raise ScoreError(
+                f"{criterion.name} gives {layer!r} scores of shape {given.shape}, expected one for each of its "
+                f"{int(alive.sum())} units"
+            )
+        if not np.isfinite(given).all():
+            raise ScoreError(f"{layer!r} has scores that are NaN or infinite; go back to sound weights")
+        scores = np.full(stream.size, np.nan)
+        scores[alive] = given
+        found[stream.name][layer] = scores
+    missing = [name for name, parts in found.items() if not parts]
+    if missing:
+        raise ScoreError(f"{criterion.name} gives no scores for {missing[0]!r}; every stream needs some")
+    return found

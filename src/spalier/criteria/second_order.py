@@ -1,0 +1,116 @@
+"""A criterion of second order: what the loss's curvature adds, by Hessian-vector products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from spalier.criteria.batches import Batch, batches_of, loss_of
+from spalier.criteria.criterion import Criterion
+from spalier.criteria.probe import Probe, Totals, Values
+from spalier.criteria.watching import Watch
+from spalier.errors import ScoreError
+from spalier.structure.capture import in_eval_mode
+
+
+@dataclass(frozen=True)
+class SecondOrder(Criterion):
+    """``|g| + |H 1| / 2`` for each sample, where gates of value 1 multiply every unit of the network.
+
+    g is the loss's gradient in the gates, H its Hessian, and H 1 one Hessian-vector product: how each unit's loss
+    changes with all others, as in SOSP.
+    """
+
+    def measure(self, probe: Probe, batches: Any, loss: Any) -> Values:
+        """A score for every unit that is left, by stream and layer."""
+        twin = probe.twin()
+        watches = [probe.watch(site) for site in probe.sites()]
+        totals = Totals(watches)
+        with in_eval_mode(twin), _gated(twin, watches) as gates, sdpa_kernel(SDPBackend.MATH):
+            for batch in batches_of(batches, probe.net, self.name):
+                with torch.inference_mode(False), torch.enable_grad():
+                    totals.add(_one(twin, batch, loss, gates), batch)
+        probe.samples = totals.samples
+        return totals.means()
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return "second_order"
+
+
+Gates = list[list[Tensor]]
+"""For each site, the gates of each call, (samples, units)."""
+
+
+def _one(twin: nn.Module, batch: Batch, loss: Any, gates: Gates) -> list[Tensor | None]:
+    for each in gates:
+        each.clear()
+    value = loss_of(loss, batch.run(twin), batch) * batch.size  # the sum of the samples' own losses
+    flat = [gate for each in gates for gate in each]
+    try:
+        first = torch.autograd.grad(value, flat, create_graph=True, materialize_grads=True)
+        total = torch.stack([gradient.sum() for gradient in first]).sum()
+        second = torch.autograd.grad(total, flat, materialize_grads=True)
+    except RuntimeError as error:
+        raise ScoreError(
+            f"second_order needs the gradient of a gradient, and some operation of this network has none: {error}; "
+            "use criterion 'taylor'"
+        ) from error
+    done = iter(zip(first, second, strict=True))
+    return [_sensitivity([next(done) for _ in each]) for each in gates]
+
+
+def _sensitivity(calls: list[tuple[Tensor, Tensor]]) -> Tensor | None:
+    if not calls:
+        return None
+    first, second = (torch.stack([c[i].detach() for c in calls]).sum(0) for i in (0, 1))
+    return first.abs() + second.abs() / 2
+
+
+@contextmanager
+def _gated(net: nn.Module, watches: list[Watch]) -> Iterator[Gates]:
+    """Multiply every unit by a gate of its own for each sample."""
+    gates: Gates = [[] for _ in watches]
+    handles = []
+    for number, watch in enumerate(watches):
+        module, gate = net.get_submodule(watch.site.module), _Gate(watch, gates[number])
+        if watch.site.side == "output":
+            handles.append(module.register_forward_hook(gate.output, prepend=True))
+        else:
+            handles.append(module.register_forward_pre_hook(gate.input))
+    try:
+        yield gates
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True)
+class _Gate:
+    watch: Watch
+    gates: list[Tensor]
+
+    def output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self._applied(output)
+
+    def input(self, module: nn.Module, args: Any) -> Any:
+        return (self._applied(args[0]), *args[1:])
+
+    def _applied(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        axis = self.watch.site.axis % value.dim()
+        samples = 1 if axis == 0 else len(value)
+        gate = torch.ones(samples, self.watch.units, dtype=value.dtype, device=value.device).requires_grad_()
+        self.gates.append(gate)
+        padded = torch.cat([gate, torch.ones_like(gate[:, :1])], 1)[:, self.watch.where.to(value.device)]
+        shape = [1] * value.dim()
+        shape[0], shape[axis] = samples if axis else value.shape[0], value.shape[axis]
+        return value * padded.reshape(shape)

@@ -1,0 +1,153 @@
+"""Hooks that see what passes through a network's sites, and the gradient that comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spalier.errors import ScoreError
+from spalier.structure.sites import Site
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A site in the network as it is now."""
+
+    site: Site
+    where: Tensor
+    """For each channel, the number of its unit among those that are left; one past the last for none."""
+    units: int
+
+    def laid_out(self, value: Tensor) -> Tensor:
+        """A tensor as (samples, positions, channels)."""
+        axis = self.site.axis % value.dim()
+        if axis == 0:
+            return value.reshape(len(value), -1).T[None]
+        samples = len(value)
+        return value.movedim(axis, -1).reshape(samples, -1, value.shape[axis])
+
+    def by_unit(self, value: Tensor) -> Tensor:
+        """Channels of one unit, added up: (samples, units) of (samples, channels)."""
+        if value.shape[-1] != len(self.where):
+            raise ScoreError(
+                f"{self.site.module!r} has {value.shape[-1]} channels here, expected {len(self.where)}; the network was "
+                "changed since it was traced"
+            )
+        if self.units == len(self.where):
+            return value
+        folded = value.new_zeros(len(value), self.units + 1)
+        folded.index_add_(1, self.where.to(value.device), value)
+        return folded[:, : self.units]
+
+
+class Record:
+    """What the sites have shown in the current batch."""
+
+    def __init__(self, watches: list[Watch]) -> None:
+        self.watches = watches
+        self.samples = 0
+        self._values: list[Tensor | None] = [None] * len(watches)
+        self._returned: list[tuple[_Tap, Tensor, int]] = []
+
+    def start(self, samples: int) -> None:
+        """Forget the batch before."""
+        self.samples = samples
+        self._values = [None] * len(self.watches)
+        self._returned.clear()
+
+    def add(self, number: int, value: Tensor) -> None:
+        """Another call's numbers for one site, (samples, channels)."""
+        value = self.watches[number].by_unit(value)
+        if len(value) == self.samples:
+            value = value * self.samples  # the loss is a mean over samples; here each counts as one
+        before = self._values[number]
+        self._values[number] = value if before is None else before + value
+
+    def returned(self, tap: _Tap, tensor: Tensor) -> None:
+        """Remember what a hook gave back, to see whether later code writes into it."""
+        self._returned.append((tap, tensor, tensor._version))
+
+    def take(self) -> list[Tensor | None]:
+        """The batch's numbers, (samples, units) for each site."""
+        for tap, tensor, version in self._returned:
+            tap.copies = tensor._version != version
+        self._returned.clear()
+        return self._values
+
+
+class _Tap:
+    """The hook on one module."""
+
+    def __init__(self, record: Record, numbers: list[int], measure: Callable[..., Tensor], gradients: bool) -> None:
+        self.record, self.numbers, self.measure, self.gradients = record, numbers, measure, gradients
+        self.copies = True
+        """Whether later code may write into what passes here (``out += x``), so that it has to be copied first."""
+
+    def output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.see(output)
+
+    def input(self, module: nn.Module, args: Any) -> Any:
+        return (self.see(args[0]), *args[1:])
+
+    def see(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if not self.gradients:
+            for number in self.numbers:
+                laid_out = self.record.watches[number].laid_out(value)
+                self.record.add(number, self.measure(laid_out, None) / self.record.samples)
+            return value
+        if not value.requires_grad:  # the first channels: nothing before them is asked for
+            value = value.detach().requires_grad_().clone()
+        kept = value.detach().clone() if self.copies else value.detach()
+        version = kept._version
+        value.register_hook(lambda gradient: self._measure(kept, version, gradient))
+        self.record.returned(self, value)
+        return value
+
+    def _measure(self, kept: Tensor, version: int, gradient: Tensor) -> None:
+        if kept._version != version:
+            raise ScoreError(
+                "the network writes into its activations in this batch and did not in the one before; "
+                "set inplace=False where it does"
+            )
+        for number in self.numbers:
+            watch = self.record.watches[number]
+            self.record.add(number, self.measure(watch.laid_out(kept), watch.laid_out(gradient)))
+
+
+@contextmanager
+def watched(
+    net: nn.Module,
+    watches: list[Watch],
+    measure: Callable[..., Tensor],
+    gradients: bool,
+    *,
+    before_norm: bool = False,
+) -> Iterator[Record]:
+    """Watch all sites while the network runs; ``before_norm`` is where the published code looked."""
+    record = Record(watches)
+    places: dict[tuple[str, str], list[int]] = {}
+    for number, watch in enumerate(watches):
+        site = watch.site
+        module = site.writer if before_norm and site.norm else site.module
+        places.setdefault((module, site.side), []).append(number)
+    handles = []
+    for (module, side), numbers in places.items():
+        tap = _Tap(record, numbers, measure, gradients)
+        child = net.get_submodule(module)
+        if side == "output":  # before a gather spreads the channels
+            handles.append(child.register_forward_hook(tap.output, prepend=True))
+        else:
+            handles.append(child.register_forward_pre_hook(tap.input))
+    try:
+        with torch.no_grad() if not gradients else torch.enable_grad():
+            yield record
+    finally:
+        for handle in handles:
+            handle.remove()
