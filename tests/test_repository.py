@@ -21,12 +21,15 @@ SOURCE = ROOT / "src" / "spalier"
 # Each module may import what stands above it and nothing else of ours.
 LAYERS = [
     {"errors", "_table"},
-    {"models"},
+    {"models", "distributed"},
     {"adapters"},
     {"counting"},
     {"structure"},
     {"pruning"},
     {"tracing"},
+    {"attaching", "criteria"},
+    {"budget"},
+    {"scheduling"},
 ]
 ADAPTER_LAYERS = [
     {"layers", "window", "finetune", "summary", "readers", "changes"},
@@ -42,19 +45,34 @@ STRUCTURE_LAYERS = [
     {"walk"},
     {"movement", "arithmetic", "fingerprint"},
     {"streams"},
-    {"writers"},
+    {"writers", "sites", "costs"},
     {"structure"},
     {"find", "files"},
 ]
 PRUNING_LAYERS = [
-    {"plan", "attention", "spread"},
+    {"prediction", "attention", "spread", "lockstep", "regression"},
+    {"plan", "recovery"},
     {"kept", "attributes"},
     {"masking", "cuts"},
     {"compare"},
     {"prune"},
     {"probe"},
 ]
-PACKAGES = {"adapters": ADAPTER_LAYERS, "structure": STRUCTURE_LAYERS, "pruning": PRUNING_LAYERS}
+CRITERIA_LAYERS = [
+    {"scores", "batches", "watching", "relevance"},
+    {"probe"},
+    {"criterion"},
+    {"simple", "activations", "movement", "second_order", "lrp"},
+    {"score"},
+]
+BUDGET_LAYERS = [{"meter", "ranking"}, {"latency"}, {"select"}]
+PACKAGES = {
+    "adapters": ADAPTER_LAYERS,
+    "structure": STRUCTURE_LAYERS,
+    "pruning": PRUNING_LAYERS,
+    "criteria": CRITERIA_LAYERS,
+    "budget": BUDGET_LAYERS,
+}
 
 
 def imports_of(file: Path) -> set[str]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from spalier import criteria
     from spalier.budget import select
     from spalier.criteria import Scores, score
-    from spalier.pruning import Plan, kept_units, prune_, resizes
+    from spalier.pruning import Plan, Recovery, kept_units, prune_, resizes
     from spalier.scheduling import Schedule
     from spalier.structure import Structure
     from spalier.tracing import trace
@@ -25,6 +25,7 @@ __all__ = [
     "FineTune",
     "LoRA",
     "Plan",
+    "Recovery",
     "SPLoRA",
     "SPPaRA",
     "Schedule",
@@ -48,6 +49,7 @@ __all__ = [
 # what only pruning needs, numpy above all, is imported when it is first asked for
 _LATER = {
     "Plan": "pruning",
+    "Recovery": "pruning",
     "Schedule": "scheduling",
     "Scores": "criteria",
     "Structure": "structure",

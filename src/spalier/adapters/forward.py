@@ -126,7 +126,7 @@ def run_conv(layer: _ConvNd, input: Tensor) -> Tensor:
         return run_any(layer, input)  # type: ignore[no-any-return]
     down, up = _factors(layer, inputs_first=False)
     batched = input if input.dim() == layer.weight.dim() else input.unsqueeze(0)
-    batched, padding = _padded(layer, batched)
+    batched, padding = padded(layer, batched)
     window = Window(layer.kernel_size, layer.stride, padding, layer.dilation)
     out = fast.conv(batched, layer.weight, layer.bias, down, up, window)
     return out if batched.dim() == input.dim() else out.squeeze(0)
@@ -158,7 +158,7 @@ def _factors(layer: nn.Module, *, inputs_first: bool) -> tuple[Tensor, Tensor]:
     return update.factors(inputs_first=inputs_first)
 
 
-def _padded(layer: _ConvNd, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+def padded(layer: _ConvNd, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """The input and the zero padding that is left to the convolution."""
     none = (0,) * len(layer.kernel_size)
     if layer.padding_mode != "zeros":

@@ -93,12 +93,11 @@ class LowRank(Update):
     @torch.no_grad()
     def importance(self) -> Tensor:
         """The size of each component of the bottleneck: the Frobenius norm of what it adds to the weight."""
-        down, up = (factor.flatten(1).double() for factor in self._left())
-        if self.geometry.groups == 1:
-            return down.norm(dim=1) * up.norm(dim=1)
-        groups = self.geometry.groups  # each group has its own matrices
-        norms = (f.unflatten(1, (groups, -1)).norm(dim=2) for f in (down, up))
-        return torch.stack(list(norms)).prod(0).norm(dim=1)
+        groups = self.geometry.groups  # each group has matrices of its own
+        sizes = torch.ones(self.rank, groups, dtype=torch.float64, device=self.down.device)
+        for factor in self._left():
+            sizes *= factor.double().reshape(self.rank, groups, -1).square().sum(2)
+        return sizes.sum(1).sqrt()
 
     def rank_cuts(self, components: Indices) -> list[tuple[nn.Parameter, Kept]]:
         """What stays of each factor where the bottleneck keeps these components."""

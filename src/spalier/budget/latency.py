@@ -1,4 +1,4 @@
-"""Budgets of time: a lookup of measured layer costs finds the place, and the pruned network itself is measured there."""
+"""Budgets of time: measured layer costs say where to look, and the pruned network itself is measured there."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Latency:
         whole = self._looked_up(self.meter.whole)
         tried: dict[int, tuple[float, float]] = {}
         for _ in range(3):
-            steps = first_step(most, lambda n: scale * self._looked_up(kept_at(n)) <= share * whole)
+            limit = share * whole / scale
+            steps = first_step(most, lambda n, limit=limit: self._looked_up(kept_at(n)) <= limit)  # type: ignore[misc]
             best = most if steps is None else steps
             if best in tried:
                 break
@@ -66,8 +67,8 @@ class Latency:
         small, base = tried[best]
         if not within and best == most:
             raise BudgetError(
-                f"latency={share} cannot be reached: with all that may go gone, {small / base:.3f} was measured; ask for "
-                "that or more"
+                f"latency={share} cannot be reached: with all that may go gone, {small / base:.3f} was measured; "
+                "ask for that or more"
             )
         if small >= 0.98 * base:
             warnings.warn(
@@ -180,11 +181,18 @@ def _timed_grid(layer: Any, shape: tuple[int, ...]) -> Any:
     grid = np.zeros((len(GRID), len(GRID)))
     narrow = copy.copy(layer)
     narrow._parameters = dict(layer._parameters)
-    narrow._forward_hooks, narrow._forward_pre_hooks = type(layer._forward_hooks)(), type(layer._forward_hooks)()
+    narrow._forward_hooks, narrow._forward_pre_hooks = (
+        type(layer._forward_hooks)(),
+        type(layer._forward_hooks)(),
+    )
     for i, out in enumerate(GRID):
         for j, into in enumerate(GRID):
-            outputs, inputs = (max(1, round(share * n)) for share, n in zip((out, into), layer.weight.shape, strict=False))
-            narrow._parameters["weight"] = nn.Parameter(layer.weight[:outputs, :inputs].clone(), requires_grad=False)
+            outputs, inputs = (
+                max(1, round(share * n)) for share, n in zip((out, into), layer.weight.shape, strict=False)
+            )
+            narrow._parameters["weight"] = nn.Parameter(
+                layer.weight[:outputs, :inputs].clone(), requires_grad=False
+            )
             if layer.bias is not None:
                 narrow._parameters["bias"] = nn.Parameter(layer.bias[:outputs].clone(), requires_grad=False)
             size = [inputs if a == axis else n for a, n in enumerate(shape)]

@@ -106,9 +106,9 @@ class Meter:
             )
             _, outputs, inputs = update.geometry.cut(first, second)
             for parameter, left in update.cuts(outputs, inputs):
-                sizes[parameter] = [n if i is None else len(i) for n, i in zip(parameter.shape, left, strict=False)] + [
-                    *parameter.shape[len(left) :]
-                ]
+                sizes[parameter] = [
+                    n if i is None else len(i) for n, i in zip(parameter.shape, left, strict=False)
+                ] + [*parameter.shape[len(left) :]]
         if rank is not None and isinstance(update, LowRank):
             for factor in (update.down, update.up):
                 sizes[factor][0] = rank
@@ -175,4 +175,3 @@ class Meter:
         twin = copy.deepcopy(self.net)
         prune_(twin, plan, check=False)
         return count(twin, self.structure.example).macs, None
-

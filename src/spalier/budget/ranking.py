@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -52,7 +53,11 @@ def group(name: str, scores: Floats, *, min_keep: int = 1, multiple: int = 1) ->
     order = alive[np.lexsort((-alive, scores[alive]))]
     least = max(min(min_keep, len(order)), 1)
     least = math.ceil(least / multiple) * multiple
-    widths = np.arange((len(order) - 1) // multiple * multiple, least - 1, -multiple) if len(order) else np.array([])
+    widths = (
+        np.arange((len(order) - 1) // multiple * multiple, least - 1, -multiple)
+        if len(order)
+        else np.array([])
+    )
     ends = (len(order) - widths).astype(np.int64)
     return Group(name, len(scores), order, scores[order], ends)
 
@@ -83,9 +88,7 @@ def unit_groups(
     return made
 
 
-def _of_writer(
-    scores: Scores, stream: str, writer: str, kept: Kept, normalise: Normalise | None
-) -> Floats:
+def _of_writer(scores: Scores, stream: str, writer: str, kept: Kept, normalise: Normalise | None) -> Floats:
     how = normalise or scores.normalise
     parts = scores.layers[stream]
     value = normalised(parts[writer], how) if writer in parts else scores.of(stream, how)
@@ -130,8 +133,8 @@ def _keys(each: Group, ranking: Ranking) -> Floats:
         gone_before = each.size - len(each.order)
         shares: Floats = (gone_before + each.ends) / each.size
         return shares
-    starts = np.concatenate([[0], each.ends[:-1]]).astype(np.int64)
-    means = [each.scores[a:b].mean() for a, b in zip(starts, each.ends, strict=True)]
+    starts = [0, *each.ends.tolist()]
+    means = [each.scores[a:b].mean() for a, b in pairwise(starts)]
     return np.maximum.accumulate(np.array(means)) if means else np.array([])
 
 

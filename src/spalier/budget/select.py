@@ -141,9 +141,13 @@ def _budget(*, rank: float | None, bytes: int | None, **shares: float | None) ->
             raise BudgetError(f"bytes is {bytes!r}, expected a whole number of bytes above 0")
         given["bytes"] = bytes
     if len(given) > 1:
-        raise BudgetError(f"{' and '.join(given)} were given; expected one budget, and perhaps rank beside it")
+        raise BudgetError(
+            f"{' and '.join(given)} were given; expected one budget, and perhaps rank beside it"
+        )
     if not given and rank is None:
-        raise BudgetError("no budget was given; expected channels=, weights=, macs=, latency=, bytes= or rank=")
+        raise BudgetError(
+            "no budget was given; expected channels=, weights=, macs=, latency=, bytes= or rank="
+        )
     return _Budget(*next(iter(given.items()))) if given else None
 
 
@@ -161,7 +165,9 @@ class _Search:
 
     def plan(self, budget: _Budget | None, rank: float | None, example: Any) -> Plan:
         no_order = Order([], "local")
-        ranks = no_order if rank is None and (budget is None or budget.kind != "bytes") else self._rank_order()
+        ranks = (
+            no_order if rank is None and (budget is None or budget.kind != "bytes") else self._rank_order()
+        )
         fixed: Masks = {}
         if rank is not None:
             fixed = self._reach(ranks, lambda m: sum(int(x.sum()) for x in m.values()), rank, "rank")
@@ -207,11 +213,18 @@ class _Search:
         found = importances(self.net)
         chosen = {name: value for name, value in found.items() if name not in self.protected}
         if not chosen:
-            raise BudgetError("no adapter here has a rank to prune; expected a network with SPLoRA or LoRA on it")
+            raise BudgetError(
+                "no adapter here has a rank to prune; expected a network with SPLoRA or LoRA on it"
+            )
         return Order(components(chosen), self.options.ranking)
 
     def _reach(
-        self, order: Order, size: Callable[[Masks], float], share: float, kind: str, whole: float | None = None
+        self,
+        order: Order,
+        size: Callable[[Masks], float],
+        share: float,
+        kind: str,
+        whole: float | None = None,
     ) -> Masks:
         """The longest prefix that is left once the size is within its share of the whole."""
         total = size(order.masks(0)) if whole is None else whole
@@ -242,15 +255,18 @@ class _Search:
         steps = first_step(longest, lambda n: size(n) <= limit)
         if steps is None:
             raise BudgetError(
-                f"bytes={limit:,} cannot be reached: with all that may go gone, {size(longest):,} are left; ask for that "
-                "or more, or lower min_keep, round_to and protect"
+                f"bytes={limit:,} cannot be reached: with all that may go gone, {size(longest):,} are left; ask for "
+                "that or more, or lower min_keep, round_to and protect"
             )
         return at(steps)
 
     def _within_latency(self, units: Order, fixed: Masks, share: float, example: Any) -> Plan:
         clock = Latency(self.net, self.meter, example)
         steps, measured, base = clock.search(
-            len(units), lambda n: self._made(units.masks(n), fixed), lambda n: self._kept(units.masks(n)), share
+            len(units),
+            lambda n: self._made(units.masks(n), fixed),
+            lambda n: self._kept(units.masks(n)),
+            share,
         )
         return self._made(units.masks(steps), fixed, measured, base)
 
@@ -278,7 +294,9 @@ def importances(net: nn.Module) -> dict[str, Floats]:
         if isinstance(update, LowRank) and update not in seen:
             seen.add(update)
             size = float(update(entry.layer.get_parameter(entry.weight)).detach().double().norm())
-            found[adapter_path(entry.name, entry.weight)] = (update.importance() / max(size, 1e-30)).cpu().numpy()
+            found[adapter_path(entry.name, entry.weight)] = (
+                (update.importance() / max(size, 1e-30)).cpu().numpy()
+            )
     return found
 
 

@@ -1,8 +1,9 @@
 """What each channel is worth: criteria, and the scores that they give."""
 
-from spalier.criteria.activations import Gradient, Movement, Taylor
+from spalier.criteria.activations import Gradient, Taylor
 from spalier.criteria.criterion import ActivationCriterion, Criterion, WeightCriterion
 from spalier.criteria.lrp import LRP
+from spalier.criteria.movement import Movement, record_movement
 from spalier.criteria.probe import Probe
 from spalier.criteria.score import CRITERIA, score
 from spalier.criteria.scores import Scores
@@ -24,5 +25,6 @@ __all__ = [
     "Taylor",
     "Weight",
     "WeightCriterion",
+    "record_movement",
     "score",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -29,20 +28,3 @@ class Taylor(ActivationCriterion):
         """Value times gradient, the mean over positions."""
         assert gradients is not None
         return (values * gradients).mean(1)
-
-
-@dataclass(frozen=True)
-class Movement(ActivationCriterion):
-    """How much the loss would grow, to first order, without the unit, with its sign.
-
-    That is minus weight times gradient, the direction in which training moves weights away from zero. Over batches it
-    says what the next step would do; `record_movement` adds it up while the network trains, as movement pruning does.
-    """
-
-    signed: ClassVar[bool] = True
-    literal: ClassVar[bool] = False
-
-    def of_activations(self, values: Tensor, gradients: Tensor | None) -> Tensor:
-        """Minus value times gradient, the sum over positions."""
-        assert gradients is not None
-        return -(values * gradients).sum(1)

@@ -90,8 +90,8 @@ def loss_of(loss: Any, output: Any, batch: Batch) -> Tensor:
         value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if value is None:
             raise ScoreError(
-                f"the network returns a {type(output).__name__} without a loss; pass loss=, a function of the output and "
-                "the batch's targets, such as torch.nn.functional.cross_entropy"
+                f"the network returns a {type(output).__name__} without a loss; pass loss=, a function of the output "
+                "and the batch's targets, such as torch.nn.functional.cross_entropy"
             )
     else:
         try:
@@ -103,7 +103,9 @@ def loss_of(loss: Any, output: Any, batch: Batch) -> Tensor:
             ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-        raise ScoreError(f"the loss is a {type(value).__name__}{shape}, expected one number, the batch's mean")
+        raise ScoreError(
+            f"the loss is a {type(value).__name__}{shape}, expected one number, the batch's mean"
+        )
     if not torch.isfinite(value):
         raise ScoreError(
             f"the loss of batch {batch.number} is {float(value.detach())}; look at its inputs and targets, or go back "

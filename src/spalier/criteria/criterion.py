@@ -16,7 +16,7 @@ from spalier.criteria.scores import Normalise
 
 @dataclass(frozen=True)
 class Criterion:
-    """Anything that scores units. `measure` gets a `Probe` of the network and returns a tensor for each of its layers."""
+    """Anything that scores units. `measure` gets a `Probe` of the network and returns a tensor for each layer."""
 
     normalise: ClassVar[Normalise] = "l2"
     """How `select` normalises a layer's scores by default."""
@@ -49,7 +49,9 @@ class WeightCriterion(Criterion):
 
     def of_weights(self, weights: Tensor) -> Tensor:
         """One number for each row: the fused weights that write one unit, (units, entries)."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what a weight is worth; define of_weights()")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say what a weight is worth; define of_weights()"
+        )
 
     def measure(self, probe: Probe, batches: Any, loss: Any) -> Values:
         """A score for every unit that is left, by stream and layer."""

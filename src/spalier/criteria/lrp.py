@@ -23,7 +23,8 @@ from spalier.structure.capture import in_eval_mode
 class LRP(Criterion):
     """The absolute relevance at a unit, summed over positions, where each sample's target has relevance 1.
 
-    Without targets the largest output is explained. ``literal=True`` leaves adapters out, as the published code mostly did.
+    Without targets the largest output is explained. ``literal=True`` leaves adapters out, as the published code mostly
+    did.
     """
 
     normalise: ClassVar[Normalise] = "sum"
@@ -39,7 +40,7 @@ class LRP(Criterion):
             for batch in batches_of(batches, probe.net, self.name):
                 with torch.inference_mode(False):
                     explain(twin, batch, record)
-                totals.add(record.take(), batch)
+                totals.add(_or_nothing(record.take(), batch), batch)
         probe.samples = totals.samples
         return totals.means()
 
@@ -47,6 +48,15 @@ class LRP(Criterion):
     def name(self) -> str:
         """What tables call it."""
         return "lrp"
+
+
+def _or_nothing(values: list[Tensor | None], batch: Batch) -> list[Tensor | None]:
+    """Queries, keys and gates get no relevance; if nothing does, something is wrong."""
+    if all(value is None for value in values):
+        raise ScoreError(
+            f"no relevance came back in batch {batch.number}: no channel of a stream has a part in the network's output"
+        )
+    return [torch.zeros(1, 1) if value is None else value for value in values]
 
 
 def _absolute(values: Tensor, relevance: Tensor) -> Tensor:
@@ -75,7 +85,9 @@ def explain(twin: nn.Module, batch: Batch, record: Record) -> None:
 def _logits(output: Any) -> Tensor:
     found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if not isinstance(found, Tensor):
-        raise ScoreError(f"the network returns a {type(output).__name__}, expected a tensor or something with logits")
+        raise ScoreError(
+            f"the network returns a {type(output).__name__}, expected a tensor or something with logits"
+        )
     return found
 
 
@@ -95,7 +107,9 @@ def _one_hot(logits: Tensor, batch: Batch) -> Tensor:
 @torch.no_grad()
 def fold_norms_(twin: nn.Module, probe: Probe) -> None:
     """Fold each batch norm into the layer before it, where that layer has no other; others pass relevance on."""
-    axes = {m.tensor: m.axis for stream in probe.structure.streams for m in stream.members if m.role == "writer"}
+    axes = {
+        m.tensor: m.axis for stream in probe.structure.streams for m in stream.members if m.role == "writer"
+    }
     norms: dict[str, set[str | None]] = {}
     for site in probe.structure.sites:
         norms.setdefault(site.writer, set()).add(site.norm)

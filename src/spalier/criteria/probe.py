@@ -146,8 +146,8 @@ class Totals:
         for watch, total, value in zip(self.watches, self.sums, values, strict=True):
             if value is None:
                 raise ScoreError(
-                    f"nothing came through {watch.site.module!r} in batch {batch.number}: no output of the network that "
-                    "the loss takes depends on it; use the inputs and the loss that the network was traced for"
+                    f"nothing came through {watch.site.module!r} in batch {batch.number}: no output of the network "
+                    "that the loss takes depends on it; use the inputs and the loss that the network was traced for"
                 )
             total += finite(value if literal or self.signed else value.abs(), watch, batch).sum(0).to(total)
         self.samples += batch.size
@@ -210,7 +210,7 @@ def _norm_scale(norm: nn.Module) -> Tensor:
     """What a batch norm in eval mode multiplies each channel by."""
     variance: Tensor = norm.running_var  # type: ignore[assignment]
     scale = torch.rsqrt(variance + norm.eps)  # type: ignore[operator]
-    return scale * norm.weight.detach() if norm.weight is not None else scale  # type: ignore[union-attr, operator]
+    return scale * norm.weight.detach() if norm.weight is not None else scale  # type: ignore[operator]
 
 
 def _by_unit(rows: Tensor, units: Any) -> Tensor:

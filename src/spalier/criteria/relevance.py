@@ -168,6 +168,11 @@ class _Bilinear(torch.autograd.Function):
         return a * sent[0], b * sent[1], None
 
 
+def _apply(function: Any, *args: Any) -> Tensor:
+    made: Tensor = function.apply(*args)
+    return made
+
+
 def _stable(z: Tensor) -> Tensor:
     return z + EPSILON * torch.where(z < 0, -1.0, 1.0)
 
@@ -209,10 +214,13 @@ def _alpha_beta(run: Callable[[Tensor, Tensor], Tensor], weight: Tensor) -> Shar
 Rule = Callable[..., Any]
 
 
-def _convolution(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+def _convolution(
+    func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
     if not x.requires_grad or weight.requires_grad:
         raise ScoreError("lrp has no rule for a convolution whose kernel is computed; use another criterion")
-    return _Shared.apply(  # type: ignore[no-any-return]
+    return _apply(
+        _Shared,
         x,
         lambda v: func(v, weight, bias, *args, **kwargs),
         _alpha_beta(lambda v, w: func(v, w, None, *args, **kwargs), weight),
@@ -228,7 +236,7 @@ def _linear(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         made: Tensor = func(v, *args, **kwargs)
         return made
 
-    return _Shared.apply(x, run, _epsilon(run))  # type: ignore[no-any-return]
+    return _apply(_Shared, x, run, _epsilon(run))
 
 
 def _matmul(func: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -236,12 +244,36 @@ def _matmul(func: Any, a: Tensor, b: Tensor) -> Tensor:
         return _linear(func, a, b)
     if not a.requires_grad:
         return _linear(lambda v, u: func(u, v), b, a)
-    return _Bilinear.apply(a, b, func)  # type: ignore[no-any-return]
+    return _apply(_Bilinear, a, b, func)
+
+
+def _addmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
+    """A bias takes its share and keeps it, as in a linear layer."""
+    if b.requires_grad or bias.requires_grad or not a.requires_grad:
+        raise ScoreError("lrp has no rule for 'addmm' of computed weights; use another criterion")
+    return _linear(lambda v: func(bias, v, b, **kwargs), a)
+
+
+def _einsum(func: Any, equation: str, *operands: Any) -> Tensor:
+    given = list(operands[0] if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands)
+    carrying = [i for i, x in enumerate(given) if x.requires_grad]
+    if len(carrying) == 2 and len(given) == 2:
+        return _apply(_Bilinear, *given, lambda a, b: func(equation, a, b))
+    if len(carrying) > 1:
+        raise ScoreError("lrp has no rule for 'einsum' of several signals; use another criterion")
+    place = carrying[0]
+    return _linear(lambda v: func(equation, *given[:place], v, *given[place + 1 :]), given[place])
+
+
+def _glu(func: Any, x: Tensor, dim: int = -1) -> Tensor:
+    """One half gates the other."""
+    signal, gate = x.chunk(2, dim)
+    return _mul(func, signal, torch.sigmoid(gate.detach()))
 
 
 def _attention(func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if not value.requires_grad:
-        return func(query.detach(), key.detach(), value, *args, **kwargs)  # type: ignore[no-any-return]
+        return _constant(func, query, key, value, *args, **kwargs)
     query, key = query.detach(), key.detach()
     return _linear(lambda v: func(query, key, v, *args, **kwargs), value)
 
@@ -249,15 +281,16 @@ def _attention(func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any,
 def _pass(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Activations and norms."""
     others, named = _detached(args), _detached(kwargs)
-    named.pop("inplace", None) if isinstance(named, dict) else None
+    named.pop("inplace", None)
     run = _out_of_place(func)
-    return _Passed.apply(x, lambda v: run(v, *_without_inplace(run, others), **named))  # type: ignore[no-any-return]
+    return _apply(_Passed, x, lambda v: run(v, *_without_inplace(run, others), **named))
 
 
-def _constant(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _constant(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     """What only weighs or scales signals: it gets no relevance."""
     with torch.no_grad():
-        return func(*_detached(args), **_detached(kwargs))
+        made: Tensor = func(*_detached(args), **_detached(kwargs))
+    return made
 
 
 def _move(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -273,8 +306,8 @@ def _summed(a: Any, b: Any) -> Tensor:
     if not isinstance(a, Tensor):
         a, b = b, a
     if not isinstance(b, Tensor):  # a number shifts every entry alike
-        return _Passed.apply(a, lambda v: v + b)  # type: ignore[no-any-return]
-    return _Sum.apply(a, b)  # type: ignore[no-any-return]
+        return _apply(_Passed, a, lambda v: v + b)
+    return _apply(_Sum, a, b)
 
 
 def _sub(func: Any, a: Any, b: Any, *, alpha: float = 1) -> Tensor:
@@ -282,18 +315,20 @@ def _sub(func: Any, a: Any, b: Any, *, alpha: float = 1) -> Tensor:
 
 
 def _negative(x: Any) -> Any:
-    return _Passed.apply(x, torch.neg) if isinstance(x, Tensor) and x.requires_grad else -x
+    return _apply(_Passed, x, torch.neg) if isinstance(x, Tensor) and x.requires_grad else -x
 
 
 def _mul(func: Any, a: Any, b: Any, **kwargs: Any) -> Tensor:
     if not isinstance(a, Tensor) or not a.requires_grad:
         a, b = b, a
     if not isinstance(b, Tensor) or not b.requires_grad:
-        return _Passed.apply(a, lambda v: v * b) if _same_shape(a, b) else _Product.apply(a, b, (1.0, 0.0))  # type: ignore[no-any-return]
+        return (
+            _apply(_Passed, a, lambda v: v * b) if _same_shape(a, b) else _apply(_Product, a, b, (1.0, 0.0))
+        )
     if a.numel() == b.numel():
-        return _Product.apply(a, b, (0.5, 0.5))  # type: ignore[no-any-return]
+        return _apply(_Product, a, b, (0.5, 0.5))
     shares = (1.0, 0.0) if a.numel() > b.numel() else (0.0, 1.0)
-    return _Product.apply(a, b, shares)  # type: ignore[no-any-return]
+    return _apply(_Product, a, b, shares)
 
 
 def _same_shape(a: Tensor, b: Any) -> bool:
@@ -304,7 +339,7 @@ def _div(func: Any, a: Any, b: Any, **kwargs: Any) -> Tensor:
     """The denominator is a scale."""
     scale = b.detach() if isinstance(b, Tensor) else b
     if not isinstance(a, Tensor) or not a.requires_grad:
-        return _constant(func, a, b, **kwargs)  # type: ignore[no-any-return]
+        return _constant(func, a, b, **kwargs)
     return _mul(func, a, 1 / scale)
 
 
@@ -323,7 +358,9 @@ def _out_of_place(func: Any) -> Any:
     name = str(getattr(func, "__name__", ""))
     if name.endswith("_") and not name.startswith("__"):
         plain = name.rstrip("_")
-        return getattr(torch.nn.functional, plain, None) or getattr(torch, plain, None) or getattr(Tensor, plain)
+        return (
+            getattr(torch.nn.functional, plain, None) or getattr(torch, plain, None) or getattr(Tensor, plain)
+        )
     return func
 
 
@@ -332,40 +369,43 @@ def _without_inplace(func: Any, args: Any) -> Any:
     return tuple(False if value is True else value for value in args)
 
 
+_PASSING = """
+relu relu6 leaky_relu elu selu celu gelu silu mish hardswish hardtanh softplus tanh sigmoid hardsigmoid logsigmoid prelu
+threshold clamp clamp_min square pow neg batch_norm layer_norm group_norm rms_norm instance_norm normalize dropout
+dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout
+"""
+_MOVING = """
+view view_as reshape reshape_as flatten unflatten permute transpose swapaxes movedim t contiguous clone cat concat
+concatenate stack split chunk tensor_split unbind getitem index_select narrow select squeeze unsqueeze expand expand_as
+repeat repeat_interleave tile roll flip pad to float double half bfloat16 type type_as masked_fill where gather
+take_along_dim pixel_shuffle pixel_unshuffle unfold channel_shuffle max amax boolean_dispatch
+"""
+_ASKING = """
+size dim numel len stride is_contiguous is_floating_point is_complex register_hook detach ndimension element_size
+has_names new_zeros new_ones new_full new_empty new_tensor zeros_like ones_like full_like empty_like eq ne lt le gt ge
+argmax item tolist
+"""
+_DIMENSIONS = (1, 2, 3)
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(
-        ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"], _convolution
-    ),
+    **dict.fromkeys([f"conv{t}{n}d" for t in ("", "_transpose") for n in _DIMENSIONS], _convolution),
     **dict.fromkeys(["linear", "mean", "sum", "interpolate", "upsample", "cumsum"], _linear),
-    **dict.fromkeys([f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)], _linear),
-    **dict.fromkeys(["matmul", "bmm", "mm", "rmatmul"], _matmul),
-    "scaled_dot_product_attention": _attention,
-    **dict.fromkeys(
-        "relu relu6 leaky_relu elu selu celu gelu silu mish hardswish hardtanh softplus tanh sigmoid hardsigmoid "
-        "logsigmoid prelu threshold clamp clamp_min square pow batch_norm layer_norm group_norm rms_norm instance_norm "
-        "dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout neg".split(),
-        _pass,
-    ),
+    **dict.fromkeys([f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in _DIMENSIONS], _linear),
+    **dict.fromkeys([f"{kind}max_pool{n}d" for kind in ("", "adaptive_") for n in _DIMENSIONS], _move),
+    **dict.fromkeys(["matmul", "bmm", "mm"], _matmul),
     **dict.fromkeys(["softmax", "rsqrt", "sqrt", "reciprocal", "std", "var", "norm"], _constant),
+    **dict.fromkeys(_PASSING.split(), _pass),
+    **dict.fromkeys(_MOVING.split(), _move),
+    **dict.fromkeys(_ASKING.split(), _move),
+    "scaled_dot_product_attention": _attention,
+    "addmm": _addmm,
+    "einsum": _einsum,
+    "glu": _glu,
+    "addcmul": lambda func, a, b, c, value=1: _summed(
+        a, _mul(func, b, c) if value == 1 else _mul(func, b, c) * value
+    ),
     "add": _add,
     "sub": _sub,
     "rsub": lambda func, a, b, **kwargs: _sub(func, b, a, **kwargs),
     "mul": _mul,
     "div": _div,
-    **dict.fromkeys(
-        [f"{kind}max_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)]
-        + [f"max_pool{n}d_with_indices" for n in (1, 2, 3)]
-        + "view view_as reshape reshape_as flatten unflatten permute transpose swapaxes movedim t contiguous clone "
-        "cat concat concatenate stack split chunk tensor_split unbind getitem index_select narrow select squeeze "
-        "unsqueeze expand expand_as repeat repeat_interleave tile roll flip pad to float double half bfloat16 type "
-        "masked_fill where gather take_along_dim pixel_shuffle pixel_unshuffle unfold channel_shuffle mT T "
-        "boolean_dispatch max amax".split(),
-        _move,
-    ),
-    **dict.fromkeys(
-        "size dim numel shape dtype device len stride is_contiguous is_floating_point requires_grad register_hook detach "
-        "ndimension element_size has_names is_complex backward new_zeros new_ones new_full new_empty new_tensor "
-        "zeros_like ones_like full_like empty_like eq ne lt le gt ge argmax item tolist numpy".split(),
-        _move,
-    ),
 }

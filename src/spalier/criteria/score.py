@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from spalier.adapters.attachment import attachment_of, is_marked
-from spalier.criteria.activations import Gradient, Movement, Taylor
+from spalier.criteria.activations import Gradient, Taylor
 from spalier.criteria.batches import Batches
 from spalier.criteria.criterion import Criterion
 from spalier.criteria.lrp import LRP
+from spalier.criteria.movement import Movement
 from spalier.criteria.probe import Probe, Values
 from spalier.criteria.scores import Floats, Scores
 from spalier.criteria.second_order import SecondOrder
@@ -82,7 +82,8 @@ def criterion_of(given: str | Criterion) -> Criterion:
     if isinstance(given, str) and given in CRITERIA:
         return CRITERIA[given]()
     raise ConfigError(
-        f"criterion is {given!r}, expected one of {', '.join(CRITERIA)}, or an object such as spalier.criteria.Weight(p=2)"
+        f"criterion is {given!r}, expected one of {', '.join(CRITERIA)}, or an object such as "
+        "spalier.criteria.Weight(p=2)"
     )
 
 
@@ -97,8 +98,8 @@ def structure_of(net: nn.Module, given: Structure | None) -> Structure:
     found = attachment_of(net).structure if is_marked(net) else None
     if not isinstance(found, Structure):
         raise TraceError(
-            "nothing is known of how this network's channels hang together; pass structure=trace(net, example), or give "
-            "attach_ an example="
+            "nothing is known of how this network's channels hang together; pass structure=trace(net, example), or "
+            "give attach_ an example="
         )
     return found
 

@@ -44,14 +44,18 @@ class Scores:
             return found[0].copy()
         known = [layer for parts in self.layers.values() for layer in parts]
         close = get_close_matches(str(name), known, n=3) or known[:3]
-        raise ScoreError(f"no layer {name!r} was scored; expected a name such as {', '.join(map(repr, close))}")
+        raise ScoreError(
+            f"no layer {name!r} was scored; expected a name such as {', '.join(map(repr, close))}"
+        )
 
     def of(self, stream: str, normalise: Normalise | None = None, aggregate: Aggregate = "sum") -> Floats:
         """The scores of a stream: each of its layers normalised, then brought together."""
         parts = [normalised(each, normalise or self.normalise) for each in self.layers[stream].values()]
         gone = np.isnan(np.stack(parts)).all(0)
         stacked = np.nan_to_num(np.stack(parts))  # a unit that one writer alone has lost counts nothing there
-        total: Floats = {"sum": np.sum, "mean": np.mean, "max": np.max}[aggregate](stacked, axis=0)
+        if aggregate not in AGGREGATIONS:
+            raise ConfigError(f"aggregate is {aggregate!r}, expected one of {', '.join(AGGREGATIONS)}")
+        total: Floats = getattr(np, aggregate)(stacked, axis=0)
         return np.where(gone, np.nan, total)
 
     def __str__(self) -> str:
@@ -77,14 +81,11 @@ def normalised(scores: Floats, how: Normalise) -> Floats:
     array([0.25, 0.75,  nan])
     """
     alive = np.abs(scores[~np.isnan(scores)])
-    sizes = {
-        "none": lambda: 1.0,
-        "sum": alive.sum,
-        "l2": lambda: np.sqrt((alive**2).sum()),
-        "mean": alive.mean,
-        "max": alive.max,
-    }
-    if how not in sizes:
+    if how not in NORMALISATIONS:
         raise ConfigError(f"normalise is {how!r}, expected one of {', '.join(NORMALISATIONS)}")
-    size = float(sizes[how]())
+    size = 1.0
+    if how == "l2":
+        size = float(np.linalg.norm(alive))
+    elif how != "none":
+        size = float(getattr(np, how)(alive))
     return scores / size if size > 0 else scores.copy()

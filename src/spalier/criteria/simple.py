@@ -30,7 +30,8 @@ class Weight(WeightCriterion):
 
     def of_weights(self, weights: Tensor) -> Tensor:
         """Their L_p norm."""
-        return torch.linalg.vector_norm(weights, self.p, 1, dtype=torch.float64)
+        norms: Tensor = torch.linalg.vector_norm(weights, self.p, 1, dtype=torch.float64)
+        return norms
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Magnitude(WeightCriterion):
 
     def of_weights(self, weights: Tensor) -> Tensor:
         """Their mean absolute value."""
-        return torch.linalg.vector_norm(weights, 1, 1, dtype=torch.float64) / weights.shape[1]
+        sums: Tensor = torch.linalg.vector_norm(weights, 1, 1, dtype=torch.float64)
+        return sums / weights.shape[1]
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ class Watch:
         """Channels of one unit, added up: (samples, units) of (samples, channels)."""
         if value.shape[-1] != len(self.where):
             raise ScoreError(
-                f"{self.site.module!r} has {value.shape[-1]} channels here, expected {len(self.where)}; the network was "
-                "changed since it was traced"
+                f"{self.site.module!r} has {value.shape[-1]} channels here, expected {len(self.where)}; the network "
+                "was changed since it was traced"
             )
         if self.units == len(self.where):
             return value
@@ -83,7 +83,9 @@ class Record:
 class _Tap:
     """The hook on one module."""
 
-    def __init__(self, record: Record, numbers: list[int], measure: Callable[..., Tensor], gradients: bool) -> None:
+    def __init__(
+        self, record: Record, numbers: list[int], measure: Callable[..., Tensor], gradients: bool
+    ) -> None:
         self.record, self.numbers, self.measure, self.gradients = record, numbers, measure, gradients
         self.copies = True
         """Whether later code may write into what passes here (``out += x``), so that it has to be copied first."""

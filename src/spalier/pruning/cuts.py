@@ -148,11 +148,11 @@ def _merged(first: Indices, second: Indices) -> Indices:
     return tuple(b if a is None else a if b is None else a[b] for a, b in pairs)
 
 
-def components_of(
-    attachment: Attachment | None, ranks: Mapping[str, tuple[int, ...]]
-) -> dict[LowRank, Ints]:
+def components_of(attachment: Attachment | None, ranks: Mapping[str, tuple[int, ...]]) -> dict[LowRank, Ints]:
     """The updates whose bottleneck is cut, and the components that stay."""
-    known = {} if attachment is None else {adapter_path(e.name, e.weight): e.update for e in attachment.updated}
+    known = (
+        {} if attachment is None else {adapter_path(e.name, e.weight): e.update for e in attachment.updated}
+    )
     found: dict[LowRank, Ints] = {}
     for name, components in ranks.items():
         update = known.get(name)
@@ -160,7 +160,9 @@ def components_of(
             names = ", ".join(map(repr, list(known)[:3])) or "none: the network is not adapted"
             raise PlanError(f"{name!r} has no low-rank adapter; expected a name such as {names}")
         if components[-1] >= update.rank:
-            raise PlanError(f"component {components[-1]} of {name!r} does not exist; it has rank {update.rank}")
+            raise PlanError(
+                f"component {components[-1]} of {name!r} does not exist; it has rank {update.rank}"
+            )
         found[update] = np.array(components)
     return found
 

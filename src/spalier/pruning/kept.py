@@ -109,7 +109,9 @@ def after(plan: Plan, kept: Kept) -> Kept:
     chosen: dict[str, Mask] = {}
     for name, units in plan.keep.items():
         stream = kept.streams[_stream(structure, name) if _is_free(plan, name) else structure.index[name]]
-        chosen[name] = _subset(name, units, kept.writers.get(name, stream) if _is_free(plan, name) else stream)
+        chosen[name] = _subset(
+            name, units, kept.writers.get(name, stream) if _is_free(plan, name) else stream
+        )
     left = settled(structure, kept, chosen, plan.writers)
     for name, mask in left.writers.items():
         if not mask.any():
@@ -131,7 +133,9 @@ def settled(structure: Structure, kept: Kept, chosen: Mapping[str, Mask], writer
             continue
         for w in several:
             own[w.name] = chosen.get(w.name, own.get(w.name, streams[number]))
-        if len(several) == len(stream.writers):  # else a writer that is not free keeps the stream as wide as it is
+        if len(several) == len(
+            stream.writers
+        ):  # else a writer that is not free keeps the stream as wide as it is
             streams[number] = np.logical_or.reduce([own[w.name] for w in several]) & streams[number]
     fewer = {n: m for n, m in own.items() if not np.array_equal(m, streams[_stream(structure, n)])}
     return Kept(tuple(streams), fewer)

@@ -46,7 +46,9 @@ class Prediction:
         if self.macs is not None:
             share = f" of {self.macs_base:,} ({density['macs']:.1%})" if "macs" in density else ""
             lines.append(f"MACs        {self.macs:,}{share}")
-        lines.append(f"bytes       {self.bytes:,}" + (f", of the task {self.task_bytes:,}" if self.task_bytes else ""))
+        lines.append(
+            f"bytes       {self.bytes:,}" + (f", of the task {self.task_bytes:,}" if self.task_bytes else "")
+        )
         if self.latency is not None and self.latency_base:
             lines.append(
                 f"latency     {1e3 * self.latency:.2f} ms of {1e3 * self.latency_base:.2f} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from spalier.adapters.attachment import Attachment, attachment_of, is_marked
 from spalier.adapters.changes import Changes
 from spalier.adapters.forward import updates
+from spalier.adapters.fuse import fuse
 from spalier.errors import PlanError, PruneError
 from spalier.pruning.attributes import Resize, resized
 from spalier.pruning.compare import first_difference, is_close, tolerance
@@ -32,6 +34,7 @@ from spalier.pruning.cuts import (
 from spalier.pruning.kept import MARK, Kept, after, kept_of
 from spalier.pruning.masking import masked_outputs
 from spalier.pruning.plan import Plan
+from spalier.pruning.recovery import Recovered, Recovery, calibration_of, recover_
 from spalier.pruning.spread import set_spread_
 from spalier.structure.capture import arguments, copied, in_eval_mode, preserved
 from spalier.structure.find import capture_again_
@@ -44,7 +47,8 @@ def prune_(
     *,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     check: bool = True,
-) -> None:
+    recover: Iterable[Any] | Recovery | None = None,
+) -> Recovered | None:
     """Take what a plan leaves out of ``net``, in place: weights, biases, adapters, norms and their statistics.
 
     The network is physically smaller afterwards. Its learned parameters stay the same objects, and the state of an
@@ -59,6 +63,9 @@ def prune_(
         plan: which units stay.
         optimizer: one or several, whose state is cut along.
         check: whether to compare with the masked network; on the meta device there is nothing to compare.
+        recover: calibration batches, or a `Recovery` of them: batch norms take new statistics, and each adapter
+            becomes the low-rank update that best restores its layer's output, in closed form and without labels. What
+            was done is returned.
 
     >>> from spalier import Plan, trace
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -72,11 +79,12 @@ def prune_(
     )
     """
     with torch.inference_mode(False):
-        _prune_(net, plan, optimizer, check)
+        return _prune_(net, plan, optimizer, check, recover)
 
 
-def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool) -> None:
+def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool, recover: Any) -> Recovered | None:
     attachment = _checked(net, plan)
+    calibration = None if recover is None else calibration_of(recover)
     structure = plan.structure
     before = kept_of(net, structure)
     left = after(plan, before)
@@ -84,7 +92,11 @@ def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool) -> None:
     cuts = cuts_of(structure, before, left)
     owners = owners_of(net, structure.names)
     components = components_of(attachment, plan.ranks)
-    check_optimizers(optimizers, [*_parameters(owners, cuts), *(p for u in components for p in u.parameters())])
+    check_optimizers(
+        optimizers, [*_parameters(owners, cuts), *(p for u in components for p in u.parameters())]
+    )
+    teacher = None if calibration is None else fuse(net) if attachment is not None else copy.deepcopy(net)
+    recovered = None
     changes = Changes()
     cutter = Cutter(attachment, changes)
     try:
@@ -93,12 +105,32 @@ def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool) -> None:
         apply_(net, structure, cutter, cuts, owners, before, left)
         if wanted is not None:
             _verify(net, structure, wanted, owners, before, left, changes)
+        if calibration is not None and teacher is not None:
+            kept, centred = (
+                _outputs_of(attachment, owners, cuts),
+                {s.writer for s in structure.sites if s.norm},
+            )
+            recovered = recover_(net, teacher, attachment, *calibration, kept, centred, changes)
     except BaseException:
         changes.undo_()
         raise
     cut_optimizers_(optimizers, cutter.sliced)
     if attachment is not None:
         attachment.pruned.keep_(changes)
+    return recovered
+
+
+def _outputs_of(
+    attachment: Attachment | None, owners: Mapping[str, list[Owner]], cuts: Mapping[str, Indices]
+) -> dict[str, Any]:
+    """For each adapted layer that has lost outputs, those that stayed."""
+    found: dict[str, Any] = {}
+    paths = {} if attachment is None else {e.layer: e.name for e in attachment.updated}
+    for name, indices in cuts.items():
+        for owner in owners[name]:
+            if owner.module in paths and owner.key == "weight" and indices[0] is not None:
+                found[paths[owner.module]] = indices[0]
+    return found
 
 
 def _checked(net: nn.Module, plan: Plan) -> Attachment | None:

@@ -242,9 +242,7 @@ def _grouped(
     if groups == 1:
         x = Value((inputs,), {0: value.on(channel)}, value.sources)
         w = Value(weight.shape[:2], {a: weight.on(a) for a in (0, 1)}, weight.sources)
-        return contract(
-            walk, [(x, "i"), (w, "io" if transposed else "oi")], "o", (outputs,), counted=False
-        )
+        return contract(walk, [(x, "i"), (w, "io" if transposed else "oi")], "o", (outputs,), counted=False)
     x = _split(walk, value.on(channel), groups, inputs, value.sources)
     rows = _split(walk, weight.on(0), groups, weight.shape[0], weight.sources)
     side = {2: weight.on(1)}

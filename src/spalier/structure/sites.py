@@ -93,9 +93,7 @@ class _Search:
                 return []
             norm = found[1]
             path = norm or module_of(node)
-            sites[path, norm] = Site(
-                layer_name(member.tensor), stream, path, "output", axis, placed, norm
-            )
+            sites[path, norm] = Site(layer_name(member.tensor), stream, path, "output", axis, placed, norm)
         return list(sites.values())
 
     def read(self, stream: int, member: Member) -> list[Site]:

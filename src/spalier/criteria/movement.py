@@ -1,0 +1,103 @@
+"""Movement: whether training drives a unit away from zero or towards it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from spalier.criteria.criterion import ActivationCriterion
+from spalier.criteria.probe import Probe, Values
+from spalier.criteria.watching import Watch
+from spalier.errors import ScoreError
+from spalier.structure.structure import Structure
+
+
+class Recording:
+    """Minus value times gradient at every site, summed over all backward passes so far."""
+
+    def __init__(self, watches: list[Watch]) -> None:
+        self.watches = watches
+        self.sums = [torch.zeros(watch.units, dtype=torch.float64) for watch in watches]
+        self.backwards = 0
+
+    def add(self, number: int, value: Tensor, gradient: Tensor) -> None:
+        """One call's part of one backward pass."""
+        watch = self.watches[number]
+        moved = -(watch.laid_out(value) * watch.laid_out(gradient)).sum((0, 1), keepdim=True)[0]
+        self.sums[number] += watch.by_unit(moved)[0].to(self.sums[number])
+        self.backwards += number == 0
+
+    def values(self) -> Values:
+        """The sums, by stream and layer."""
+        if not self.backwards:
+            raise ScoreError("nothing was recorded; train the network inside of record_movement first")
+        found: Values = {}
+        for watch, total in zip(self.watches, self.sums, strict=True):
+            place = watch.site.stream, watch.site.writer
+            found[place] = found[place] + total if place in found else total
+        return found
+
+
+@dataclass(frozen=True)
+class Movement(ActivationCriterion):
+    """How much the loss would grow, to first order, without the unit, with its sign.
+
+    That is minus weight times gradient: positive where training drives the unit away from zero. `record_movement` adds
+    it up while the network trains, as movement pruning does; over batches alone it says what a next step would do.
+    """
+
+    signed: ClassVar[bool] = True
+    recording: Recording | None = None
+
+    def of_activations(self, values: Tensor, gradients: Tensor | None) -> Tensor:
+        """Minus value times gradient, the sum over positions."""
+        assert gradients is not None
+        return -(values * gradients).sum(1)
+
+    def measure(self, probe: Probe, batches: Any, loss: Any) -> Values:
+        """A score for every unit that is left, by stream and layer."""
+        if self.recording is None:
+            return super().measure(probe, batches, loss)
+        probe.samples = self.recording.backwards
+        return self.recording.values()
+
+
+@contextmanager
+def record_movement(net: nn.Module, structure: Structure) -> Iterator[Movement]:
+    """Add up movement while ``net`` trains inside of the block; then ``score(net, criterion=movement)``."""
+    probe = Probe(net, structure)
+    recording = Recording([probe.watch(site) for site in probe.sites()])
+    handles = []
+    for number, watch in enumerate(recording.watches):
+        module, hook = net.get_submodule(watch.site.module), _Recorder(recording, number)
+        if watch.site.side == "output":
+            handles.append(module.register_forward_hook(hook.output, prepend=True))
+        else:
+            handles.append(module.register_forward_pre_hook(hook.input))
+    try:
+        yield Movement(recording=recording)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True)
+class _Recorder:
+    recording: Recording
+    number: int
+
+    def output(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._see(output)
+
+    def input(self, module: nn.Module, args: Any) -> None:
+        self._see(args[0])
+
+    def _see(self, value: Any) -> None:
+        if isinstance(value, Tensor) and value.requires_grad:
+            kept = value.detach().clone()  # later code may write into it
+            value.register_hook(lambda gradient: self.recording.add(self.number, kept, gradient))

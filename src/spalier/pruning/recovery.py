@@ -1,0 +1,326 @@
+"""Recovery in closed form: right after a prune, without labels and without gradient steps.
+
+(a) Batch norms take the statistics of what they now see. (b) Each adapter, layer by layer in order, becomes the
+low-rank update that best restores what its layer returned before, given what is left of its input: a least-squares
+problem, and of all updates of the adapter's rank the best one (reduced-rank regression). A layer that learns in full,
+the head, gets the least-squares solution itself.
+
+All calibration samples go through the network at once, in step with the unpruned one: when a layer is reached, its
+input is what the layers before, recovered already, make of them. One forward pass of each network does it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from spalier._table import table
+from spalier.adapters.attachment import Attachment
+from spalier.adapters.changes import Changes
+from spalier.adapters.updates import LowRank, Pointwise, Update
+from spalier.distributed import broadcast_
+from spalier.errors import RecoveryError
+from spalier.pruning.lockstep import Lockstep
+from spalier.pruning.regression import Moments, features, set_best_
+from spalier.structure.capture import first_line, in_eval_mode
+
+Kept = Mapping[str, Any]
+"""For each adapted weight that was cut, the outputs that stayed."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How to recover a network after a prune.
+
+    Args:
+        batches: calibration samples, as a loader gives them; targets are not looked at.
+        norms: whether batch norms take new statistics.
+        adapters: whether adapters are set by reduced-rank regression.
+        head: whether layers that learn in full are set by least squares.
+        ridge: how strongly the regression is held to the adapter as it was, as a share of the inputs' mean power.
+        rows: how many positions a whole-kernel regression looks at, at most; they are taken evenly.
+    """
+
+    batches: Iterable[Any]
+    norms: bool = True
+    adapters: bool = True
+    head: bool = True
+    ridge: float = 1e-2
+    rows: int = 65536
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ridge, int | float) or not self.ridge > 0:
+            raise RecoveryError(f"ridge is {self.ridge!r}, expected a positive number such as 0.01")
+        if not isinstance(self.rows, int) or self.rows < 1:
+            raise RecoveryError(f"rows is {self.rows!r}, expected an integer of at least 1")
+        if not (self.norms or self.adapters or self.head):
+            raise RecoveryError(
+                "nothing is to be recovered: norms, adapters and head are off; leave recover= out instead"
+            )
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What was done, by layer. Print it."""
+
+    samples: int
+    norms: int
+    """How many batch norms took new statistics."""
+    layers: dict[str, tuple[float, float]]
+    """For each layer that was set, how much of its output's variance was missing after the cut, and is now."""
+    skipped: dict[str, str]
+    """Layers that learn and were left as they were, and why."""
+
+    def __str__(self) -> str:
+        rows = [[name, f"{a:.3f}", f"{b:.3f}"] for name, (a, b) in self.layers.items()]
+        parts = [table(["layer", "missing after the cut", "and now"], rows)] if rows else []
+        if self.skipped:
+            parts.append(table(["left as it was", "why"], [[n, why] for n, why in self.skipped.items()]))
+        parts.append(f"{self.norms} norms recalibrated, {len(rows)} layers set, on {self.samples:,} samples")
+        return "\n\n".join(parts)
+
+
+def calibration_of(given: Any) -> tuple[Recovery, Any]:
+    """The options, and all calibration inputs as one batch."""
+    recovery = given if isinstance(given, Recovery) else Recovery(given)
+    inputs = [_inputs(number, each) for number, each in enumerate(_iterated(recovery.batches))]
+    if not inputs:
+        raise RecoveryError("recovery needs calibration batches, and there are none; expected at least one")
+    flat = [tree_flatten(each) for each in inputs]
+    leaves = zip(*(values for values, _ in flat), strict=True)
+    try:
+        joined = [torch.cat(each) if isinstance(each[0], Tensor) else each[0] for each in leaves]
+    except (RuntimeError, ValueError) as error:
+        raise RecoveryError(
+            f"the calibration batches cannot be put together ({first_line(error)}); expected inputs of one shape"
+        ) from error
+    return recovery, tree_unflatten(joined, flat[0][1])
+
+
+def _iterated(batches: Any) -> Iterable[Any]:
+    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
+        raise RecoveryError(
+            f"recover is a {type(batches).__name__}, expected an iterable of batches, such as a DataLoader or a list "
+            "of one batch, or a Recovery"
+        )
+    return batches
+
+
+def _inputs(number: int, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, tuple | list) and batch:
+        batch = batch[0]
+        if isinstance(batch, tuple | list):
+            return tuple(batch), {}
+    if isinstance(batch, Mapping):
+        return (), {key: value for key, value in batch.items() if key != "labels"}
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    raise RecoveryError(
+        f"calibration batch {number} is a {type(batch).__name__}, expected (inputs, targets), a dict or a tensor"
+    )
+
+
+@torch.no_grad()
+def recover_(
+    net: nn.Module,
+    teacher: nn.Module,
+    attachment: Attachment | None,
+    recovery: Recovery,
+    inputs: Any,
+    outputs: Kept,
+    centred: set[str],
+    changes: Changes,
+) -> Recovered:
+    """Recover a network that was just cut; ``teacher`` is what it was before, ``outputs`` what stayed of its layers."""
+    device = next((p.device for p in net.parameters()), torch.device("cpu"))
+    args, kwargs = tree_map_only(Tensor, lambda t: t.to(device), inputs)
+    samples = len(next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)))
+    with ExitStack() as stack:
+        stack.enter_context(in_eval_mode(net))
+        stack.enter_context(in_eval_mode(teacher))
+        norms = _recalibrating(net, changes) if recovery.norms else []
+        work = _Work(net, attachment, recovery, outputs, centred, changes)
+        if (recovery.adapters or recovery.head) and attachment is not None:
+            work.choose(args, kwargs)
+            stack.enter_context(work.in_step_with(teacher, args, kwargs))
+        with _in_train_mode(norms):
+            net(*args, **kwargs)
+    _check_finite(net)
+    broadcast_([*work.set, *_buffers(norms)])
+    return Recovered(samples, len(norms), work.layers, work.skipped)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A layer to set: by its update, or in full where it has none."""
+
+    layer: Any
+    update: Update | None
+
+    @property
+    def learned(self) -> list[nn.Parameter]:
+        """What is set."""
+        if self.update is not None:
+            return list(self.update.parameters())
+        return [p for p in (self.layer.weight, self.layer.bias) if p is not None]
+
+
+@dataclass
+class _Work:
+    """The layers to set, and what has come of it."""
+
+    net: nn.Module
+    attachment: Attachment | None
+    recovery: Recovery
+    outputs: Kept
+    centred: set[str]
+    changes: Changes
+    chosen: dict[str, _Task] = field(default_factory=dict)
+    layers: dict[str, tuple[float, float]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def set(self) -> list[nn.Parameter]:
+        """The parameters that were set."""
+        return [p for task in self.chosen.values() for p in task.learned]
+
+    def choose(self, args: Any, kwargs: Any) -> None:
+        """The layers that can be solved: plain ones, called once."""
+        few = tree_map_only(Tensor, lambda t: t[:2], (args, kwargs))
+        calls = _calls(self.net, *few)
+        for name, task in self._learning().items():
+            if not (self.recovery.head if task.update is None else self.recovery.adapters):
+                continue
+            reason = _refusal(task, calls[task.layer])
+            if reason:
+                self.skipped[name] = reason
+            else:
+                self.chosen[name] = task
+
+    def _learning(self) -> dict[str, _Task]:
+        assert self.attachment is not None
+        found = {entry.name: _Task(entry.layer, entry.update) for entry in self.attachment.updated}
+        copies = {id(entry.copy) for entry in self.attachment.replaced}
+        for name, module in self.net.named_modules():
+            weight = module._parameters.get("weight")
+            if weight is not None and weight.dim() > 1 and weight.requires_grad and id(weight) in copies:
+                found[name] = _Task(module, None)
+        return found
+
+    @contextmanager
+    def in_step_with(self, teacher: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+        """Set each layer when it is about to run."""
+        with Lockstep(teacher, list(self.chosen), args, kwargs) as before:
+            handles = []
+            for name, task in self.chosen.items():
+
+                def hook(layer: nn.Module, given: Any, name: str = name, task: _Task = task) -> None:
+                    self._set_(name, task, given[0], before.output(name))
+
+                handles.append(task.layer.register_forward_pre_hook(hook))
+            try:
+                yield
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    def _set_(self, name: str, task: _Task, x: Tensor, wanted: Tensor) -> None:
+        layer, update = task.layer, task.update
+        axis = -1 if isinstance(layer, nn.Linear) else 1 - layer.weight.dim()
+        kept = self.outputs.get(name)
+        if kept is not None:
+            wanted = wanted.index_select(axis, torch.from_numpy(kept).to(wanted.device))
+        whole = update is None or (isinstance(update, LowRank) and update.down.dim() > 2)
+        shifts = update is None and layer.bias is not None and name not in self.centred
+        moments = Moments(centred=shifts or name in self.centred)
+        # what the frozen weight does not make already; all of it, where nothing is frozen
+        missing = wanted if update is None else wanted - type(layer).forward(layer, x)
+        for inputs, part in features(layer, x, missing, whole, self.recovery.rows):
+            moments.add(inputs, part)
+        moments.power = float(_variance(wanted, axis, centred=moments.centred))
+        self.layers[name] = set_best_(
+            moments, layer, update, self.recovery.ridge, self.changes, shifts=shifts
+        )
+
+
+def _variance(values: Tensor, axis: int, *, centred: bool) -> Tensor:
+    rows = values.movedim(axis, -1).flatten(0, -2).double()
+    return (rows - rows.mean(0) if centred else rows).square().mean(0).sum()
+
+
+def _refusal(task: _Task, calls: int) -> str:
+    layer, update = task.layer, task.update
+    plain = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    own = next((kind for kind in plain if isinstance(layer, kind)), None)
+    if own is None or type(layer).forward is not own.forward:
+        return f"no regression for a {type(layer).__name__}"
+    if getattr(layer, "groups", 1) > 1:
+        return "its channels are in groups"
+    solved = update is None or isinstance(update, LowRank | Pointwise)
+    if not solved or getattr(update, "stays_whole", False):
+        return f"no regression for {type(update).__name__}"
+    if calls != 1:
+        return f"it runs {calls} times in one forward"
+    return ""
+
+
+def _calls(net: nn.Module, args: Any, kwargs: Any) -> Counter[nn.Module]:
+    """How often each module runs in one forward."""
+    counted: Counter[nn.Module] = Counter()
+    handles = [m.register_forward_pre_hook(lambda module, _: counted.update([module])) for m in net.modules()]
+    try:
+        net(*args, **kwargs)
+    except Exception as error:  # whatever the network's own code raises
+        raise RecoveryError(
+            f"the network does not run on the calibration batches: {first_line(error)}"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return counted
+
+
+_BatchNorm = nn.modules.batchnorm._BatchNorm
+
+
+def _recalibrating(net: nn.Module, changes: Changes) -> list[_BatchNorm]:
+    """The batch norms that keep statistics, on buffers whose old values can be put back."""
+    norms = [m for m in net.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    for buffer in _buffers(norms):
+        changes.set_values_(buffer, buffer.detach().clone())
+    return norms
+
+
+def _buffers(norms: list[_BatchNorm]) -> list[Tensor]:
+    return [b for norm in norms for b in (norm.running_mean, norm.running_var) if b is not None]
+
+
+@contextmanager
+def _in_train_mode(norms: list[_BatchNorm]) -> Iterator[None]:
+    """Let norms take the statistics of the next batch, and no others."""
+    before = [(norm.training, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.training, norm.momentum = True, 1.0
+        norm.num_batches_tracked = (
+            None if norm.num_batches_tracked is None else norm.num_batches_tracked.clone()
+        )
+    try:
+        yield
+    finally:
+        for norm, (training, momentum, tracked) in zip(norms, before, strict=True):
+            norm.training, norm.momentum, norm.num_batches_tracked = training, momentum, tracked
+
+
+def _check_finite(net: nn.Module) -> None:
+    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise RecoveryError(
+                f"recovery gives {name} NaN or infinite values; look at the calibration batches, or raise ridge"
+            )

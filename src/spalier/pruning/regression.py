@@ -1,0 +1,147 @@
+"""The regression behind recovery: moments of what a layer sees and misses, and the best update of its rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spalier.adapters.changes import Changes
+from spalier.adapters.forward import padded
+from spalier.adapters.updates import LowRank, Update
+from spalier.adapters.window import Window
+
+_CHUNK = 1 << 24
+"""How many numbers of a layer's input are laid out at a time."""
+
+
+class Moments:
+    """Sums over positions, in float64: of inputs by inputs, of inputs by what is missing, and of both."""
+
+    def __init__(self, *, centred: bool) -> None:
+        self.centred = centred
+        """Whether means do not matter, because a norm takes them away."""
+        self.count = 0
+        self.power = 0.0
+        """The mean power of the output that is wanted."""
+        self._sums: list[Tensor] = []
+
+    def add(self, x: Tensor, missing: Tensor) -> None:
+        """(samples, features, positions) and (samples, outputs, positions)."""
+        self.count += len(x) * x.shape[2]
+        new = [
+            torch.bmm(x, x.mT).sum(0, dtype=torch.float64),
+            torch.bmm(x, missing.mT).sum(0, dtype=torch.float64),
+            missing.square().sum((0, 2), dtype=torch.float64),
+            x.sum((0, 2), dtype=torch.float64),
+            missing.sum((0, 2), dtype=torch.float64),
+        ]
+        self._sums = new if not self._sums else [a + b for a, b in zip(self._sums, new, strict=True)]
+
+    def means(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Second moments of the inputs, with what is missing, and of what is missing."""
+        gram, cross, power, x, missing = (each / self.count for each in self._sums)
+        if self.centred:
+            gram, cross, power = gram - torch.outer(x, x), cross - torch.outer(x, missing), power - missing**2
+        return gram, cross, power.sum()
+
+    def shift(self, update: Tensor) -> Tensor:
+        """The bias that goes with an update found without means."""
+        x, missing = (self._sums[i] / self.count for i in (3, 4))
+        return missing - x @ update
+
+
+def features(
+    layer: Any, x: Tensor, missing: Tensor, whole: bool, rows: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What an update multiplies and what it should make of it, laid out, some samples at a time."""
+    if isinstance(layer, nn.Linear):
+        yield _wide(x.reshape(1, -1, x.shape[-1]).mT), _wide(missing.reshape(1, -1, missing.shape[-1]).mT)
+        return
+    if x.dim() < layer.weight.dim():
+        x, missing = x[None], missing[None]
+    x, padding = padded(layer, x)
+    window = Window(layer.kernel_size, layer.stride, padding, layer.dilation)
+    taps = 1 if not whole else layer.weight[0, 0].numel()
+    every = max(1, -(-missing[:, 0].numel() // rows)) if whole else 1
+    every += every % 2 == 0  # an odd stride meets all columns of an image
+    per = max(1, _CHUNK // max(1, x[0].numel() * taps))
+    for part, wanted in zip(x.split(per), missing.split(per), strict=True):
+        seen = _patches(window, part) if whole else window.centre_tap(part).flatten(2)
+        yield _wide(seen[:, :, ::every]), _wide(wanted.flatten(2)[:, :, ::every])
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+def _patches(window: Window, x: Tensor) -> Tensor:
+    """Every tap's input at every output position: (samples, inputs times taps, positions)."""
+    sizes = window.outputs(x.shape[2:])
+    pads = [p for each in reversed(window.padding) for p in (each, each)]
+    wide = F.pad(x, pads) if any(pads) else x
+    seen = []
+    for tap in product(*(range(k) for k in window.kernel)):
+        index: list[slice] = [slice(None), slice(None)]
+        for t, n, stride, dilation in zip(tap, sizes, window.stride, window.dilation, strict=True):
+            index.append(slice(t * dilation, t * dilation + (n - 1) * stride + 1, stride))
+        seen.append(wide[tuple(index)].flatten(2))
+    return torch.stack(seen, 2).flatten(1, 2)
+
+
+def set_best_(
+    moments: Moments, layer: Any, update: Update | None, ridge: float, changes: Changes, *, shifts: bool
+) -> tuple[float, float]:
+    """Set a layer's update to the best of its rank, or its own weight where it has none.
+
+    Returns the share of the output that was missing before, and is now.
+    """
+    gram, cross, power = moments.means()
+    before = _matrix(layer, update).double()
+    level = ridge * float(gram.diagonal().mean()) + 1e-12
+    metric = gram + level * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    after = torch.linalg.solve(metric, cross + level * before)
+    if isinstance(update, LowRank):
+        down, up = reduced(after, metric, update.rank)
+        after = down @ up
+        changes.set_values_(update.down, down.T.reshape(update.down.shape).to(update.down))
+        changes.set_values_(update.up, up.to(update.up))
+    else:
+        weight: Any = layer.weight if update is None else update.residual
+        changes.set_values_(weight, after.T.reshape(weight.shape).to(weight))
+    if shifts:
+        changes.set_values_(layer.bias, moments.shift(after).to(layer.bias))
+    errors = (float(power - 2 * (d * cross).sum() + (d * (gram @ d)).sum()) for d in (before, after))
+    was, now = (max(error, 0.0) / max(moments.power, 1e-30) for error in errors)
+    return was, now
+
+
+def reduced(best: Tensor, metric: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The matrix of this rank that is nearest to ``best`` in a metric of its rows, as two factors of equal sizes.
+
+    It is ``best`` projected on the directions of the output in which it does most, so the smaller side is decomposed.
+    """
+    rows, columns = best.shape
+    if columns <= rows:
+        directions = torch.linalg.eigh(best.T @ metric @ best)[1][:, -rank:]
+    else:
+        root = torch.linalg.cholesky(metric)
+        left = torch.linalg.eigh(root.T @ best @ best.T @ root)[1][:, -rank:]
+        directions = torch.linalg.qr(best.T @ root @ left)[0]
+    down, up = best @ directions, directions.T
+    sizes = (down.norm(dim=0) / up.norm(dim=1)).clamp(min=1e-12).sqrt()
+    down, up = down / sizes, up * sizes[:, None]
+    missing = rank - down.shape[1]  # more components than the matrix has directions
+    return F.pad(down, (0, missing)), F.pad(up, (0, 0, 0, missing))
+
+
+def _matrix(layer: Any, update: Any) -> Tensor:
+    """What an update adds, or what a layer's own weight is, as (features, outputs)."""
+    if isinstance(update, LowRank):
+        return update.down.detach().flatten(1).T @ update.up.detach()
+    own: Tensor = layer.weight if update is None else update.residual
+    return own.detach().flatten(1).T
