@@ -5,6 +5,7 @@ import torch
 import torchvision_ops
 
 torchvision_ops.declare()  # before anything imports torchvision
+torch.set_num_threads(1)  # tests run side by side, and training repeats whatever the number of cores
 
 
 @pytest.fixture(autouse=True)

@@ -89,7 +89,7 @@ class Schedule:
 
     >>> schedule = Schedule("agp", end=0.1, criterion="weight", steps=4)
     >>> [round(schedule.density(p), 3) for p in (0, 0.2, 0.5, 1)]
-    [1.0, 1.0, 0.212, 0.1]
+    [1.0, 1.0, 0.213, 0.1]
     """
 
     kind: str | Callable[[float], float] = "iterative"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from spalier.criteria.batches import Batch, batches_of
 from spalier.criteria.criterion import Criterion
 from spalier.criteria.probe import Probe, Totals, Values
-from spalier.criteria.relevance import Relevance
+from spalier.criteria.relevance import Relevance, latest
 from spalier.criteria.scores import Normalise
 from spalier.criteria.watching import Record, watched
 from spalier.errors import ScoreError
@@ -68,7 +68,7 @@ def explain(twin: nn.Module, batch: Batch, record: Record) -> None:
     record.start(1)  # relevance is each sample's own, no mean of a loss
     with Relevance():
         output = batch.run(twin)
-    logits = output if isinstance(output, Tensor) else _logits(output)
+    logits = latest(output if isinstance(output, Tensor) else _logits(output))
     if logits.dim() != 2:
         raise ScoreError(
             f"lrp explains one output of each sample; the network returns shape {tuple(logits.shape)}, expected "

@@ -30,10 +30,14 @@ Share = Callable[[Tensor, Tensor], Tensor]
 
 
 class Relevance(TorchFunctionMode):
-    """Runs a network so that ``backward`` hands on relevance."""
+    """Runs a network so that ``backward`` hands on relevance.
+
+    Rules make new tensors. Where the network writes into one instead (``x += y``), the tensor remembers what it has
+    become, and whoever uses it later gets that.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = _latest(args), _latest(kwargs or {})
         name = _name(func)
         if name == "get" or not _carries(args, kwargs):
             return func(*args, **kwargs)
@@ -42,7 +46,46 @@ class Relevance(TorchFunctionMode):
             raise ScoreError(
                 f"lrp has no rule for {name!r}, which this network calls; use another criterion, such as 'taylor'"
             )
-        return rule(func, *args, **kwargs)
+        made = rule(func, *args, **kwargs)
+        if rule is not _move and _writes(func, args, kwargs):
+            if args[0]._is_view():
+                raise ScoreError(
+                    f"lrp cannot follow {name!r} that writes into a part of another tensor; use another criterion, "
+                    "such as 'taylor'"
+                )
+            args[0].__dict__[_NOW] = made
+        return made
+
+
+_NOW = "_spalier_now"
+"""The attribute of a tensor that was written into: what it has become."""
+
+
+def _latest(values: Any) -> Any:
+    if isinstance(values, Tensor):
+        while _NOW in values.__dict__:
+            values = values.__dict__[_NOW]
+        return values
+    if type(values) in (tuple, list):
+        return type(values)(_latest(v) for v in values)
+    return {key: _latest(v) for key, v in values.items()} if type(values) is dict else values
+
+
+def latest(tensor: Tensor) -> Tensor:
+    """What a tensor has become in the course of a run."""
+    found: Tensor = _latest(tensor)
+    return found
+
+
+def _writes(func: Any, args: Any, kwargs: Any) -> bool:
+    """True where an operation writes into its first argument."""
+    name = str(getattr(func, "__name__", ""))
+    if "dropout" in name:
+        return False  # in eval mode it drops nothing
+    if name.startswith("__"):
+        return name.startswith("__i") and name.strip("_") in _SPELLINGS
+    positional = "norm" not in name and RULES.get(_name(func)) is _pass and any(a is True for a in args[1:])
+    return name.endswith("_") or kwargs.get("inplace") is True or positional
 
 
 def _name(func: Any) -> str:
@@ -174,7 +217,7 @@ def _apply(function: Any, *args: Any) -> Tensor:
 
 
 def _stable(z: Tensor) -> Tensor:
-    return z + EPSILON * torch.where(z < 0, -1.0, 1.0)
+    return torch.where(z < 0, z - EPSILON, z + EPSILON)
 
 
 def _back(linear: Run, x: Tensor, above: Callable[[Tensor], Tensor]) -> Tensor:
@@ -299,7 +342,7 @@ def _move(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _add(func: Any, a: Any, b: Any, *, alpha: float = 1, **kwargs: Any) -> Tensor:
-    return _summed(a, b if alpha == 1 else b * alpha)
+    return _summed(a, _scaled(b, alpha))
 
 
 def _summed(a: Any, b: Any) -> Tensor:
@@ -311,11 +354,14 @@ def _summed(a: Any, b: Any) -> Tensor:
 
 
 def _sub(func: Any, a: Any, b: Any, *, alpha: float = 1) -> Tensor:
-    return _summed(a, _negative(b) if alpha == 1 else _negative(b) * alpha)
+    return _summed(a, _scaled(b, -alpha))
 
 
-def _negative(x: Any) -> Any:
-    return _apply(_Passed, x, torch.neg) if isinstance(x, Tensor) and x.requires_grad else -x
+def _scaled(x: Any, by: float) -> Any:
+    """A multiple of something explains as much as it."""
+    if by == 1:
+        return x
+    return _apply(_Passed, x, lambda v: v * by) if isinstance(x, Tensor) and x.requires_grad else x * by
 
 
 def _mul(func: Any, a: Any, b: Any, **kwargs: Any) -> Tensor:
@@ -366,19 +412,21 @@ def _out_of_place(func: Any) -> Any:
 
 def _without_inplace(func: Any, args: Any) -> Any:
     """``F.relu(x, True)`` and its like have the switch as their last positional argument."""
+    if "norm" in str(getattr(func, "__name__", "")):
+        return args
     return tuple(False if value is True else value for value in args)
 
 
 _PASSING = """
 relu relu6 leaky_relu elu selu celu gelu silu mish hardswish hardtanh softplus tanh sigmoid hardsigmoid logsigmoid prelu
-threshold clamp clamp_min square pow neg batch_norm layer_norm group_norm rms_norm instance_norm normalize dropout
-dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout
+threshold clamp clamp_min square pow neg batch_norm layer_norm group_norm rms_norm instance_norm normalize
+dropout log_softmax dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout
 """
 _MOVING = """
 view view_as reshape reshape_as flatten unflatten permute transpose swapaxes movedim t contiguous clone cat concat
 concatenate stack split chunk tensor_split unbind getitem index_select narrow select squeeze unsqueeze expand expand_as
 repeat repeat_interleave tile roll flip pad to float double half bfloat16 type type_as masked_fill where gather
-take_along_dim pixel_shuffle pixel_unshuffle unfold channel_shuffle max amax boolean_dispatch
+take_along_dim maximum minimum pixel_shuffle pixel_unshuffle unfold channel_shuffle max amax boolean_dispatch
 """
 _ASKING = """
 size dim numel len stride is_contiguous is_floating_point is_complex register_hook detach ndimension element_size
@@ -391,6 +439,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(["linear", "mean", "sum", "interpolate", "upsample", "cumsum"], _linear),
     **dict.fromkeys([f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in _DIMENSIONS], _linear),
     **dict.fromkeys([f"{kind}max_pool{n}d" for kind in ("", "adaptive_") for n in _DIMENSIONS], _move),
+    **dict.fromkeys([f"max_pool{n}d_with_indices" for n in _DIMENSIONS], _move),
     **dict.fromkeys(["matmul", "bmm", "mm"], _matmul),
     **dict.fromkeys(["softmax", "rsqrt", "sqrt", "reciprocal", "std", "var", "norm"], _constant),
     **dict.fromkeys(_PASSING.split(), _pass),
@@ -400,9 +449,7 @@ RULES: dict[str, Rule] = {
     "addmm": _addmm,
     "einsum": _einsum,
     "glu": _glu,
-    "addcmul": lambda func, a, b, c, value=1: _summed(
-        a, _mul(func, b, c) if value == 1 else _mul(func, b, c) * value
-    ),
+    "addcmul": lambda func, a, b, c, value=1: _summed(a, _scaled(_mul(func, b, c), value)),
     "add": _add,
     "sub": _sub,
     "rsub": lambda func, a, b, **kwargs: _sub(func, b, a, **kwargs),

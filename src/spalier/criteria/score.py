@@ -68,7 +68,8 @@ def score(
     if not structure.streams:
         raise ScoreError("the network has nothing that can be pruned; print its structure to see why")
     probe = Probe(net, structure)
-    values = chosen.measure(probe, batches if chosen.needs_batches else None, loss)
+    with torch.inference_mode(False):
+        values = chosen.measure(probe, batches if chosen.needs_batches else None, loss)
     if chosen.needs_batches:
         values, probe.samples = summed_over_ranks(values, probe.samples)
     layers = _layers(probe, values, chosen)
