@@ -28,6 +28,8 @@ from spalier.structure.capture import arguments, copied
 GRID = (0.125, 0.25, 0.5, 1.0)
 """The shares of a layer's inputs and outputs at which it is timed."""
 ROUNDS = 3
+ATTEMPTS = 3
+"""How often what was measured corrects the table."""
 
 
 class Latency:
@@ -46,30 +48,33 @@ class Latency:
     ) -> tuple[int, float, float]:
         """How many steps bring the measured time within its share, that time, and the unpruned network's.
 
-        The table says where to look; what is measured there corrects it, up to three times.
+        The table says where to look, and what is measured there corrects it.
         """
         scale, best = 1.0, most
         whole = self._looked_up(self.meter.whole)
         tried: dict[int, tuple[float, float]] = {}
-        for _ in range(3):
+        for _ in range(ATTEMPTS):
             limit = share * whole / scale
             steps = first_step(most, lambda n, limit=limit: self._looked_up(kept_at(n)) <= limit)  # type: ignore[misc]
             best = most if steps is None else steps
             if best in tried:
                 break
-            tried[best] = from_first_rank(self._timed(plan_at(best), whole))
-            small, base = tried[best]
-            scale *= (small / base) / max(scale * self._looked_up(kept_at(best)) / whole, 1e-9)
+            small, base = tried[best] = from_first_rank(self._timed(plan_at(best), whole))
+            scale = (small / base) / max(self._looked_up(kept_at(best)) / whole, 1e-9)
             if 0.95 * share <= small / base <= share:
                 break
-        within = [n for n, (small, base) in tried.items() if small <= share * base]
-        best = min(within) if within else max(tried)
-        small, base = tried[best]
-        if not within and best == most:
+        while not _within(tried, share) and max(tried) < most:  # the table was too hopeful: go on
+            best = min(most, max(tried) + max(1, most // 20))
+            tried[best] = from_first_rank(self._timed(plan_at(best), whole))
+        reached = _within(tried, share)
+        if not reached:
+            small, base = min(tried.values(), key=lambda pair: pair[0] / pair[1])
             raise BudgetError(
                 f"latency={share} cannot be reached: with all that may go gone, {small / base:.3f} was measured; "
                 "ask for that or more"
             )
+        best = min(reached)
+        small, base = tried[best]
         if small >= 0.98 * base:
             warnings.warn(
                 f"the plan will not be faster: {1e3 * small:.2f} ms were measured, and {1e3 * base:.2f} ms without it; "
@@ -118,6 +123,10 @@ class Latency:
             found += _interpolated(grid, out, into)
         share = self.meter.channels(kept) / max(self.meter.channels(now), 1)  # norms, activations, sums
         return found + float(self.table["rest"]) * share
+
+
+def _within(tried: dict[int, tuple[float, float]], share: float) -> list[int]:
+    return [steps for steps, (small, base) in tried.items() if small <= share * base]
 
 
 def _plain(net: nn.Module) -> nn.Module:

@@ -79,12 +79,16 @@ def unit_groups(
     made = []
     for stream in structure.streams:
         own = [name for name, into in free.items() if into == stream.name]
-        channels = _channels_per_unit(structure, stream.name)
-        multiple = round_to // math.gcd(round_to, channels)
-        values = {name: _of_writer(scores, stream.name, name, kept, normalise) for name in own}
-        for name, value in (values or {stream.name: scores.of(stream.name, normalise, aggregate)}).items():
-            if name not in protected and stream.name not in protected:
-                made.append(group(name, value, min_keep=min_keep, multiple=multiple))
+        multiple = _multiple(structure, stream.name, round_to)
+        values = {
+            name: _of_writer(scores, stream.name, name, kept, normalise)
+            for name in own
+            if name not in protected
+        }
+        if not own and f"stream:{stream.name}" not in protected:
+            values = {stream.name: scores.of(stream.name, normalise, aggregate)}
+        for name, value in values.items():
+            made.append(group(name, value, min_keep=min_keep, multiple=multiple))
     return made
 
 
@@ -97,11 +101,15 @@ def _of_writer(scores: Scores, stream: str, writer: str, kept: Kept, normalise: 
     return value
 
 
-def _channels_per_unit(structure: Structure, stream: str) -> int:
-    """How many indices of its first writer go with a unit."""
+def _multiple(structure: Structure, stream: str, round_to: int) -> int:
+    """Of how many units a multiple has to stay so that widths are multiples of ``round_to``."""
     found = structure[stream]
     member = next((m for m in found.members if m.role == "writer"), found.members[0])
-    return max(int((member.units == 0).sum()), 1)
+    first = np.flatnonzero(member.units == 0)
+    several = len(structure.axes[member.tensor, member.axis]) > 1
+    if several and len(first) > 1 and first[-1] - first[0] >= len(first):
+        return round_to  # positions of heads, where heads may go too: each head is as wide as it has to be
+    return round_to // math.gcd(round_to, max(len(first), 1))
 
 
 class Order:

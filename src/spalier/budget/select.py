@@ -67,7 +67,7 @@ def select(
         aggregate: how the scores of coupled writers are brought together: sum, mean or max.
         min_keep: how many units stay everywhere.
         round_to: widths become multiples of this, 8 or 16 say, or stay whole.
-        protect: modules that stay whole, names or patterns.
+        protect: layers that keep all their channels, names or patterns of modules.
         example: the batch whose latency counts; by default the example that the network was traced with.
         structure: what `trace` found, if neither scores nor network have it.
 
@@ -301,17 +301,17 @@ def importances(net: nn.Module) -> dict[str, Floats]:
 
 
 def _protected(net: nn.Module, structure: Structure, protect: Any) -> set[str]:
-    """The streams, free writers and adapters that have a tensor in a protected module."""
+    """The layers that are protected, and as ``stream:NAME`` the streams that they write."""
     if protect is None:
         return set()
     names = Names(net)
     chosen = {path for module in select_named(names, "protect", protect) for path in names.of[module]}
-    found = {
-        stream.name
+    written = {
+        f"stream:{stream.name}"
         for stream in structure.streams
-        if any(m.role != "rider" and m.tensor.rpartition(".")[0] in chosen for m in stream.members)
+        if any(m.role == "writer" and m.tensor.rpartition(".")[0] in chosen for m in stream.members)
     }
-    return found | chosen
+    return chosen | written
 
 
 def _check_alive(name: str, order: Any, kept: Kept, structure: Structure) -> None:

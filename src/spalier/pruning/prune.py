@@ -107,7 +107,7 @@ def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool, recover: An
             _verify(net, structure, wanted, owners, before, left, changes)
         if calibration is not None and teacher is not None:
             kept, centred = (
-                _outputs_of(attachment, owners, cuts),
+                _outputs_of(net, owners, cuts),
                 {s.writer for s in structure.sites if s.norm},
             )
             recovered = recover_(net, teacher, attachment, *calibration, kept, centred, changes)
@@ -121,16 +121,16 @@ def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool, recover: An
 
 
 def _outputs_of(
-    attachment: Attachment | None, owners: Mapping[str, list[Owner]], cuts: Mapping[str, Indices]
+    net: nn.Module, owners: Mapping[str, list[Owner]], cuts: Mapping[str, Indices]
 ) -> dict[str, Any]:
-    """For each adapted layer that has lost outputs, those that stayed."""
-    found: dict[str, Any] = {}
-    paths = {} if attachment is None else {e.layer: e.name for e in attachment.updated}
-    for name, indices in cuts.items():
-        for owner in owners[name]:
-            if owner.module in paths and owner.key == "weight" and indices[0] is not None:
-                found[paths[owner.module]] = indices[0]
-    return found
+    """For each layer that has lost outputs, those that stayed."""
+    paths = {module: path for path, module in net.named_modules()}
+    return {
+        paths[owner.module]: indices[0]
+        for name, indices in cuts.items()
+        for owner in owners[name]
+        if owner.key == "weight" and indices[0] is not None
+    }
 
 
 def _checked(net: nn.Module, plan: Plan) -> Attachment | None:

@@ -14,6 +14,7 @@ from spalier.adapters.changes import Changes
 from spalier.adapters.forward import padded
 from spalier.adapters.updates import LowRank, Update
 from spalier.adapters.window import Window
+from spalier.errors import RecoveryError
 
 _CHUNK = 1 << 24
 """How many numbers of a layer's input are laid out at a time."""
@@ -101,6 +102,8 @@ def set_best_(
     Returns the share of the output that was missing before, and is now.
     """
     gram, cross, power = moments.means()
+    if not (torch.isfinite(gram).all() and torch.isfinite(cross).all()):
+        raise RecoveryError("a layer sees NaN or infinite values in the calibration batches; look at these")
     before = _matrix(layer, update).double()
     level = ridge * float(gram.diagonal().mean()) + 1e-12
     metric = gram + level * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)

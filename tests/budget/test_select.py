@@ -1,0 +1,369 @@
+"""Plans that meet a budget to one unit, and predictions that come true."""
+
+import copy
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import assert_unchanged, awaken_, snapshot
+from trained import EXAMPLE, DigitNet
+
+import spalier as sp
+from spalier import criteria
+from spalier.budget.meter import Meter
+from spalier.budget.ranking import Order, group
+from spalier.criteria.scores import Scores, normalised
+from spalier.errors import BudgetError, ConfigError, PlanError, SpalierError, TargetError
+from spalier.pruning.kept import after, kept_of
+
+
+def adapted(rank=4):
+    torch.manual_seed(0)
+    net = DigitNet(8).eval()
+    sp.attach_(net, sp.SPLoRA(rank=rank), head="fc", example=EXAMPLE)
+    return awaken_(net, 0.05)
+
+
+NET = adapted()
+STRUCTURE = NET._spalier.structure
+
+
+def random_scores(seed=0):
+    return sp.score(NET, criterion=criteria.Random(seed=seed))
+
+
+def size_of(plan, kind):
+    meter = Meter(NET, STRUCTURE)
+    size = {"channels": meter.channels, "weights": meter.parameters, "macs": meter.macs}[kind]
+    return size(after(plan, kept_of(NET, STRUCTURE))), size(meter.whole)
+
+
+def assert_comes_true(net, plan, example):
+    """`count` finds what the plan predicts."""
+    small = copy.deepcopy(net)
+    sp.prune_(small, plan)
+    found, predicted = sp.count(small, example), plan.prediction
+    assert (found.parameters, found.learned, found.bytes, found.macs) == (
+        predicted.parameters,
+        predicted.learned,
+        predicted.bytes,
+        predicted.macs,
+    )
+    return small
+
+
+# budgets
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    kind=st.sampled_from(["channels", "weights", "macs"]),
+    share=st.floats(0.15, 1),
+    ranking=st.sampled_from(["global", "local"]),
+    writers=st.sampled_from(["coupled", "free"]),
+    seed=st.integers(0, 5),
+)
+def test_a_budget_is_met_to_one_unit(kind, share, ranking, writers, seed):
+    scores = random_scores(seed)
+    plan = sp.select(NET, scores, ranking=ranking, writers=writers, **{kind: share})
+    size, whole = size_of(plan, kind)
+    assert size <= share * whole + 1e-6
+    if any(len(units) < STRUCTURE_SIZES[name] for name, units in plan.keep.items()):
+        bigger = [sp.Plan(STRUCTURE, keep, writers=writers) for keep in one_more(plan)]
+        sizes = [size_of(each, kind)[0] for each in bigger]
+        assert max(sizes) > share * whole  # some unit more would be too much: the one that went last
+
+
+STRUCTURE_SIZES = {
+    **{s.name: s.size for s in STRUCTURE.streams},
+    **{w.name: STRUCTURE.streams[w.stream].size for w in STRUCTURE.writers},
+}
+
+
+def one_more(plan):
+    """The plan with one unit more of each stream."""
+    for name, units in plan.keep.items():
+        gone = sorted(set(range(STRUCTURE_SIZES[name])) - set(units))
+        if gone:
+            yield {**plan.keep, name: [*units, gone[0]]}
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_the_least_go_first_and_ties_break_by_index(data):
+    """Against the definition: sort all units of all layers, and drop from the bottom."""
+    sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    values = [data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)) for n in sizes]
+    groups = [group(str(i), np.array(v, float)) for i, v in enumerate(values)]
+    order = Order(groups, "global")
+    assert len(order) == sum(sizes) - len(sizes)
+    listed = sorted((v, i, -j) for i, layer in enumerate(values) for j, v in enumerate(layer))
+    left = {i: set(range(n)) for i, n in enumerate(sizes)}
+    for steps in range(len(order) + 1):
+        assert {name: set(np.flatnonzero(m)) for name, m in order.masks(steps).items()} == {
+            str(i): units for i, units in left.items()
+        }
+        for entry in listed:  # the least one whose layer has another left
+            _, i, j = entry
+            if -j in left[i] and len(left[i]) > 1:
+                left[i].remove(-j)
+                break
+
+
+def test_local_ranking_takes_the_same_share_of_each_layer():
+    plan = sp.select(NET, random_scores(), channels=0.5, ranking="local")
+    for name, units in plan.keep.items():
+        assert abs(len(units) - STRUCTURE_SIZES[name] / 2) <= 1
+
+
+def test_the_papers_steps_of_filters_come_out_exactly():
+    """26,560 filters of ResNet-50, 1,328 left after 19 steps of 5%; on the meta device nothing is computed."""
+    with torch.device("meta"):
+        net = sp.models.resnet50(classes=10, stem="cifar")
+    structure = sp.trace(net, torch.empty(1, 3, 32, 32, device="meta"))
+    scores = sp.score(net, criterion="random", structure=structure)
+    plan = sp.select(net, scores, channels=0.95, writers="free")
+    assert (plan.prediction.channels, plan.prediction.channels_base) == (26560 - 1328, 26560)
+    plan = sp.select(net, scores, channels=0.05, writers="free")
+    assert plan.prediction.channels == 1328
+
+
+def test_normalisation_and_aggregation_do_what_they_say():
+    scores = np.array([1.0, 2.0, np.nan, 5.0])
+    wanted = {"none": 1, "sum": 8, "l2": math.sqrt(30), "mean": 8 / 3, "max": 5}
+    for how, size in wanted.items():
+        np.testing.assert_allclose(normalised(scores, how), scores / size)
+    np.testing.assert_array_equal(normalised(np.zeros(3), "sum"), np.zeros(3))
+    both = Scores(STRUCTURE, "made", "none", {"x": {"a": np.array([1.0, 4.0]), "b": np.array([3.0, 1.0])}})
+    for how in ("sum", "mean", "max"):
+        np.testing.assert_allclose(both.of("x", aggregate=how), getattr(np, how)([[1, 4], [3, 1]], axis=0))
+
+
+def test_the_options_of_a_ranking_change_the_plan():
+    scores = sp.score(NET, criterion="weight")
+    plans = [
+        sp.select(NET, scores, channels=0.4, normalise=how, aggregate=together).keep
+        for how, together in itertools.product(("none", "sum", "l2", "max"), ("sum", "max"))
+    ]
+    assert len({str(plan) for plan in plans}) > 4
+
+
+@pytest.mark.parametrize("writers", ["coupled", "free"])
+@pytest.mark.parametrize("multiple", [4, 8])
+def test_widths_become_multiples(multiple, writers):
+    plan = sp.select(NET, random_scores(), macs=0.6, round_to=multiple, writers=writers)
+    sizes = STRUCTURE_SIZES
+    assert all(len(units) % multiple == 0 or len(units) == sizes[name] for name, units in plan.keep.items())
+    assert any(len(units) < sizes[name] for name, units in plan.keep.items())
+    assert size_of(plan, "macs")[0] <= 0.6 * size_of(plan, "macs")[1]
+
+
+def test_heads_are_wide_enough_as_they_are():
+    """Rounding is of channels: a head of 8 channels is a multiple of 8 by itself."""
+    entry = zoo.by_name("transformers/vit")
+    net, example = entry.make(), entry.example()
+    structure = sp.trace(net, example)
+    scores = sp.score(net, criterion="random", structure=structure)
+    plan = sp.select(net, scores, channels=0.6, round_to=8)
+    kept = after(plan, kept_of(net, structure))
+    for stream in structure.streams:
+        for m in (m for m in stream.members if m.role == "writer"):
+            left = kept.of(structure, m.tensor)[m.axis]
+            assert left.all() or left.sum() % 8 == 0
+
+
+def test_some_units_stay_everywhere():
+    plan = sp.select(NET, random_scores(), channels=0.5, min_keep=4)
+    assert min(len(units) for units in plan.keep.values()) >= 4
+
+
+def test_protected_layers_stay_whole():
+    plan = sp.select(NET, random_scores(), channels=0.8, protect=["layers.1.conv1", "layers.2.*"])
+    small = copy.deepcopy(NET)
+    sp.prune_(small, plan)
+    assert small.layers[1].conv1.weight.shape[0] == 16
+    assert small.layers[2].conv1.weight.shape[0] == 32
+    assert small.layers[0].conv1.weight.shape[0] < 8
+    with pytest.raises(TargetError, match="protect"):
+        sp.select(NET, random_scores(), channels=0.5, protect="nowhere")
+
+
+# predictions
+
+
+@pytest.mark.parametrize("writers", ["coupled", "free"])
+@pytest.mark.parametrize(
+    "adapter", [sp.SPLoRA(4), sp.SPLoRA(4, kernel="full"), sp.SPPaRA(), sp.LoRA(4), sp.FineTune()]
+)
+def test_predictions_come_true(adapter, writers):
+    net = DigitNet(8).eval()
+    sp.attach_(net, adapter, head="fc", example=EXAMPLE)
+    for share in (0.6, 0.3):  # the second time on a network that was pruned before
+        plan = sp.select(net, sp.score(net, criterion="weight"), channels=share, writers=writers)
+        net = assert_comes_true(net, plan, EXAMPLE)
+    text = str(plan)
+    assert f"{plan.prediction.parameters:,} of" in text
+    assert f"{plan.prediction.macs:,} of" in text
+
+
+PREDICTED = [
+    "torchvision/densenet121", "torchvision/mobilenet_v3_small", "torchvision/vit_b_16", "torchvision/regnet_x_400mf",
+    "timm/resnetv2_50x1_bit", "transformers/bert", "transformers/llama", "transformers/gpt2", "made/einsum_attention",
+    "made/parametrised", "made/bilinear",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [n for n in PREDICTED if n in {e.name for e in zoo.ZOO}])
+def test_predictions_come_true_in_all_kinds_of_networks(name):
+    entry = zoo.by_name(name)
+    net, example = entry.make(), entry.example()
+    structure = sp.trace(net, example)
+    scores = sp.score(net, criterion="random", structure=structure)
+    for options in ({}, {"writers": "free"}):
+        assert_comes_true(net, sp.select(net, scores, channels=0.6, **options), example)
+
+
+# ranks
+
+
+def test_ranks_shrink_by_importance():
+    net = adapted(rank=6)
+    plan = sp.select(net, rank=0.5)
+    assert not plan.keep
+    sizes = {name: len(kept) for name, kept in plan.ranks.items()}
+    assert sum(sizes.values()) == sum(6 for _ in sizes) // 2
+    assert len(set(sizes.values())) > 1
+    small = assert_comes_true(net, plan, EXAMPLE)
+    for entry in small._spalier.updated:
+        assert entry.update.rank == sizes[entry.name]
+    assert "rank" in str(plan)
+
+
+def test_channels_and_ranks_in_one_plan():
+    net = adapted(rank=6)
+    plan = sp.select(net, sp.score(net, criterion="weight"), channels=0.5, rank=0.5, ranking="local")
+    assert all(len(kept) == 3 for kept in plan.ranks.values())
+    assert_comes_true(net, plan, EXAMPLE)
+
+
+# bytes
+
+
+@pytest.mark.parametrize(("limit", "options"), [(7_000, {}), (4_000, {}), (5_000, {"rank": 0.5})])
+def test_a_task_of_so_many_bytes(limit, options):
+    plan = sp.select(NET, random_scores(), bytes=limit, **options)
+    assert plan.prediction.task_bytes <= limit
+    assert plan.prediction.task_bytes > 0.9 * limit
+    assert_comes_true(NET, plan, EXAMPLE)
+
+
+def test_without_scores_ranks_alone_make_room():
+    meter = Meter(NET, STRUCTURE)
+    whole = meter.task_bytes(meter.whole, {})
+    plan = sp.select(NET, bytes=int(0.8 * whole))
+    assert not plan.keep
+    assert plan.prediction.task_bytes <= 0.8 * whole
+
+
+# latency
+
+
+def test_a_budget_of_time_is_measured():
+    net = sp.models.resnet18(classes=10, stem="cifar").eval()
+    structure = sp.trace(net, torch.randn(1, 3, 32, 32))
+    scores = sp.score(net, criterion="weight", structure=structure)
+    plan = sp.select(net, scores, latency=0.6, example=torch.randn(2, 3, 32, 32), ranking="local")
+    assert 0 < plan.prediction.latency <= 0.6 * plan.prediction.latency_base
+    assert plan.prediction.channels < plan.prediction.channels_base
+    assert "measured" in str(plan)
+
+
+def test_a_plan_that_is_no_faster_warns(monkeypatch):
+    """On a machine where everything takes as long as everything else."""
+    monkeypatch.setattr("spalier.budget.latency.seconds", lambda nets, *_: [1.0] * len(nets))
+    with pytest.warns(UserWarning, match="will not be faster"):
+        sp.select(NET, random_scores(), latency=1.0)
+    refused("latency=0.5 cannot be reached: .* 1.000 was measured", random_scores(), latency=0.5)
+
+
+def test_what_is_measured_corrects_the_table(monkeypatch):
+    """The table says that half the channels take half the time; the whole network takes longer than that."""
+    meter = Meter(NET, STRUCTURE)
+    whole = meter.channels(meter.whole)
+    monkeypatch.setattr(
+        "spalier.budget.latency.Latency._measured_layers", lambda self: {"layers": {}, "rest": 1.0}
+    )
+
+    def timed(self, plan, _):
+        left = meter.channels(after(plan, meter.kept)) / whole
+        return 0.3 + 0.7 * left, 1.0
+
+    monkeypatch.setattr("spalier.budget.latency.Latency._timed", timed)
+    plan = sp.select(NET, random_scores(), latency=0.6)
+    assert 0.55 < plan.prediction.latency <= 0.6
+
+
+# bad input
+
+
+def refused(match, *args, error=BudgetError, net=NET, **kwargs):
+    before = snapshot(net)
+    with pytest.raises(error, match=match):
+        sp.select(net, *args, **kwargs)
+    assert_unchanged(net, before)
+
+
+@pytest.mark.parametrize("value", [0, -0.1, 1.0001, "0.5", True, float("nan")])
+def test_shares_outside_their_range_are_refused(value):
+    for kind in ("channels", "weights", "macs", "latency", "rank"):
+        refused(f"{kind} is", random_scores(), **{kind: value})
+    refused("bytes is", random_scores(), bytes=0.5)
+
+
+def test_budgets_that_cannot_be_say_what_can():
+    refused(r"cannot be reached: .* 0\.\d+ is left", random_scores(), channels=0.02)
+    refused("cannot be reached", random_scores(), channels=0.25, min_keep=7)
+    refused("bytes=10 cannot be reached", random_scores(), bytes=10)
+    refused("expected one budget", random_scores(), channels=0.5, macs=0.5)
+    refused("no budget was given", random_scores())
+    refused("needs scores", channels=0.5, error=PlanError)
+    refused("no adapter here", rank=0.5, net=DigitNet(8), structure=STRUCTURE)
+
+
+def test_options_that_are_not_known_are_refused():
+    for options in (
+        {"ranking": "globl"},
+        {"writers": "free?"},
+        {"normalise": "l3"},
+        {"aggregate": "min"},
+        {"min_keep": 0},
+        {"round_to": 1.5},
+    ):
+        refused(next(iter(options)), random_scores(), channels=0.5, error=ConfigError, **options)
+    refused("expected what score returns", [1.0], channels=0.5, error=ConfigError)
+
+
+def test_scores_from_before_a_prune_are_refused():
+    net = copy.deepcopy(NET)
+    scores = random_scores()
+    sp.prune_(net, sp.select(net, scores, channels=0.5))
+    with pytest.raises(PlanError, match="score it again"):
+        sp.select(net, scores, channels=0.4)
+
+
+def test_a_network_goes_down_step_by_step():
+    """Units are counted in the base, and shares are of the base, however often one prunes."""
+    net = copy.deepcopy(NET)
+    for share in (0.8, 0.6, 0.4, 0.2):
+        scores = sp.score(net, [(torch.randn(4, 1, 8, 8), torch.randint(0, 10, (4,)))], loss=F.cross_entropy)
+        plan = sp.select(net, scores, channels=share, writers="free")
+        sp.prune_(net, plan)
+        assert plan.prediction.density["channels"] <= share
+        assert plan.prediction.density["channels"] > share - 0.02
+    assert issubclass(BudgetError, SpalierError)
