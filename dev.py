@@ -33,6 +33,8 @@ COMMANDS: dict[str, tuple[str, str, list[list[str]]]] = {
         "bench",
         [["benchmarks/structure.py"]],
     ),
+    "bench-scoring": ("measure what scoring costs", "bench", [["benchmarks/scoring.py"]]),
+    "bench-recovery": ("measure criteria and recovery on CIFAR-10", "bench", [["benchmarks/recovery.py"]]),
     "bench-import": ("measure what an import costs", "demo", [["benchmarks/import_time.py"]]),
 }
 

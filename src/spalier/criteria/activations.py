@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -13,10 +14,11 @@ from spalier.criteria.criterion import ActivationCriterion
 class Gradient(ActivationCriterion):
     """The loss's gradient after the norm: its mean over positions, its absolute value for each sample."""
 
-    def of_activations(self, values: Tensor, gradients: Tensor | None) -> Tensor:
+    needs_values: ClassVar[bool] = False
+
+    def of_activations(self, values: Any, gradients: Any) -> Tensor:
         """The mean gradient."""
-        assert gradients is not None
-        mean = gradients.mean(1)
+        mean: Tensor = gradients.mean(1)
         return mean if self.literal else mean.abs()
 
 
@@ -24,7 +26,7 @@ class Gradient(ActivationCriterion):
 class Taylor(ActivationCriterion):
     """How much the loss would change, to first order, without the unit; its absolute value for each sample."""
 
-    def of_activations(self, values: Tensor, gradients: Tensor | None) -> Tensor:
+    def of_activations(self, values: Any, gradients: Any) -> Tensor:
         """Value times gradient, the mean over positions."""
-        assert gradients is not None
-        return (values * gradients).mean(1)
+        products: Tensor = values * gradients
+        return products.mean(1)

@@ -70,12 +70,14 @@ class ActivationCriterion(Criterion):
     """
 
     needs_gradients: ClassVar[bool] = True
+    needs_values: ClassVar[bool] = True
+    """What is not needed is not kept, and is None."""
     signed: ClassVar[bool] = False
     """Whether a negative number means something, so that no absolute value is taken."""
     literal: bool = False
     """The paper's definition: before the norm, in train mode, and no absolute value until everything is summed."""
 
-    def of_activations(self, values: Tensor, gradients: Tensor | None) -> Tensor:
+    def of_activations(self, values: Any, gradients: Any) -> Tensor:
         """A number for each sample and channel, (samples, channels), of (samples, positions, channels).
 
         Gradients are those of each sample's own loss. Channels of one unit, and calls of one layer, are added up; then
@@ -93,6 +95,7 @@ class ActivationCriterion(Criterion):
             self.of_activations,
             what=self.name,
             gradients=self.needs_gradients,
+            values=self.needs_values,
             signed=self.signed,
             literal=self.literal,
         )

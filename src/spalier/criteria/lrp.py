@@ -36,7 +36,7 @@ class LRP(Criterion):
         fold_norms_(twin, probe)
         watches = [probe.watch(site) for site in probe.sites()]
         totals = Totals(watches)
-        with in_eval_mode(twin), watched(twin, watches, _absolute, gradients=True) as record:
+        with in_eval_mode(twin), watched(twin, watches, _absolute, values=False) as record:
             for batch in batches_of(batches, probe.net, self.name):
                 with torch.inference_mode(False):
                     explain(twin, batch, record)
@@ -59,7 +59,7 @@ def _or_nothing(values: list[Tensor | None], batch: Batch) -> list[Tensor | None
     return [torch.zeros(1, 1) if value is None else value for value in values]
 
 
-def _absolute(values: Tensor, relevance: Tensor) -> Tensor:
+def _absolute(values: None, relevance: Tensor) -> Tensor:
     return relevance.abs().sum(1)
 
 

@@ -54,10 +54,10 @@ class Movement(ActivationCriterion):
     signed: ClassVar[bool] = True
     recording: Recording | None = None
 
-    def of_activations(self, values: Tensor, gradients: Tensor | None) -> Tensor:
+    def of_activations(self, values: Any, gradients: Any) -> Tensor:
         """Minus value times gradient, the sum over positions."""
-        assert gradients is not None
-        return -(values * gradients).sum(1)
+        products: Tensor = values * gradients
+        return -products.sum(1)
 
     def measure(self, probe: Probe, batches: Any, loss: Any) -> Values:
         """A score for every unit that is left, by stream and layer."""

@@ -31,7 +31,8 @@ from spalier.structure.structure import Structure
 Place = tuple[int, str]
 """A stream's number, and the layer whose channels are looked at."""
 Values = dict[Place, Tensor]
-Measure = Callable[[Tensor, Tensor | None], Tensor]
+Measure = Callable[[Any, Any], Tensor]
+"""From values and gradients, (samples, positions, channels) or None, to (samples, channels)."""
 
 
 class Probe:
@@ -108,6 +109,7 @@ class Probe:
         *,
         what: str,
         gradients: bool = True,
+        values: bool = True,
         signed: bool = False,
         literal: bool = False,
     ) -> Values:
@@ -118,7 +120,9 @@ class Probe:
         with in_eval_mode(twin):
             if literal:
                 _norms_in_train_mode_(twin)
-            with watched(twin, watches, measure, gradients, before_norm=literal) as record:
+            with watched(
+                twin, watches, measure, gradients=gradients, values=values, before_norm=literal
+            ) as record:
                 for batch in batches_of(batches, self.net, what):
                     self._observe_one(twin, batch, loss, record, gradients)
                     totals.add(record.take(), batch, literal)

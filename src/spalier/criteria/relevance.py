@@ -166,7 +166,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *relevance: Tensor) -> Any:
         a, b = ctx.saved_tensors
-        share = relevance[0] / _stable(a + b)
+        share = _over(relevance[0], a + b)
         wants_a, wants_b = ctx.needs_input_grad
         return (
             (a * share).sum_to_size(a.shape) if wants_a else None,
@@ -207,7 +207,7 @@ class _Bilinear(torch.autograd.Function):
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (a, b)]
             z = ctx.func(*leaves)
-            sent = torch.autograd.grad(z, leaves, relevance[0] / _stable(z.detach()) / 2)
+            sent = torch.autograd.grad(z, leaves, _over(relevance[0], z.detach().clone()) / 2)
         return a * sent[0], b * sent[1], None
 
 
@@ -216,8 +216,10 @@ def _apply(function: Any, *args: Any) -> Tensor:
     return made
 
 
-def _stable(z: Tensor) -> Tensor:
-    return torch.where(z < 0, z - EPSILON, z + EPSILON)
+def _over(relevance: Tensor, z: Tensor) -> Tensor:
+    """Relevance over a sum of contributions, which is written into: it is a tensor of the rule's own."""
+    small = torch.full((), EPSILON, dtype=z.dtype, device=z.device)
+    return torch.div(relevance, z.add_(torch.copysign(small, z)), out=z)
 
 
 def _back(linear: Run, x: Tensor, above: Callable[[Tensor], Tensor]) -> Tensor:
@@ -226,12 +228,17 @@ def _back(linear: Run, x: Tensor, above: Callable[[Tensor], Tensor]) -> Tensor:
         leaf = x.detach().requires_grad_()
         z = linear(leaf)
         (sent,) = torch.autograd.grad(z, leaf, above(z.detach()))
-    return x * sent
+    return _times(sent, x)
+
+
+def _times(sent: Tensor, x: Tensor) -> Tensor:
+    """What was sent back is the rule's own, unless it is a view of something shared."""
+    return sent.mul_(x) if sent.is_contiguous() or sent.stride() == x.stride() else sent * x
 
 
 def _epsilon(linear: Run) -> Share:
     """Each input gets what it contributed, over the sum of all contributions."""
-    return lambda x, relevance: _back(linear, x, lambda z: relevance / _stable(z))
+    return lambda x, relevance: _back(linear, x, lambda z: _over(relevance, z.clone()))
 
 
 def _alpha_beta(run: Callable[[Tensor, Tensor], Tensor], weight: Tensor) -> Share:
@@ -239,17 +246,25 @@ def _alpha_beta(run: Callable[[Tensor, Tensor], Tensor], weight: Tensor) -> Shar
 
     def share(x: Tensor, relevance: Tensor) -> Tensor:
         positive = weight.clamp(min=0)
-        if not x.dtype.is_floating_point or float(x.min()) >= 0:
-            return _back(lambda v: run(v, positive), x, lambda z: relevance / _stable(z))
+        if _is_positive(x):  # behind a rectifier; no contribution is negative then
+            return _back(
+                lambda v: run(v, positive), x, lambda z: torch.div(relevance, z.add_(EPSILON), out=z)
+            )
         parts = [(x.clamp(min=0), positive), (x.clamp(max=0), weight.clamp(max=0))]
         with torch.enable_grad():
             leaves = [part.requires_grad_() for part, _ in parts]
             z = [run(leaf, w) for leaf, (_, w) in zip(leaves, parts, strict=True)]
-            above = relevance / _stable((z[0] + z[1]).detach())
+            above = relevance / (z[0] + z[1]).detach().add_(EPSILON)
             sent = torch.autograd.grad(z, leaves, [above, above])
-        return sum(part.detach() * each for (part, _), each in zip(parts, sent, strict=True))  # type: ignore[return-value]
+        return _times(sent[0], leaves[0].detach()).add_(sent[1] * leaves[1].detach())
 
     return share
+
+
+def _is_positive(x: Tensor) -> bool:
+    """True without a negative entry; read in the order in which it lies in memory, or it would be copied first."""
+    lies = x.permute(0, 2, 3, 1) if x.dim() == 4 and x.stride(1) == 1 else x
+    return bool(lies.min() >= 0)
 
 
 # the rules, by the names of operations: each runs the operation so that its backward pass shares out relevance

@@ -84,10 +84,16 @@ class _Tap:
     """The hook on one module."""
 
     def __init__(
-        self, record: Record, numbers: list[int], measure: Callable[..., Tensor], gradients: bool
+        self,
+        record: Record,
+        numbers: list[int],
+        measure: Callable[..., Tensor],
+        gradients: bool,
+        values: bool,
     ) -> None:
-        self.record, self.numbers, self.measure, self.gradients = record, numbers, measure, gradients
-        self.copies = True
+        self.record, self.numbers, self.measure = record, numbers, measure
+        self.gradients, self.values = gradients, values
+        self.copies = values
         """Whether later code may write into what passes here (``out += x``), so that it has to be copied first."""
 
     def output(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -106,21 +112,25 @@ class _Tap:
             return value
         if not value.requires_grad:  # the first channels: nothing before them is asked for
             value = value.detach().requires_grad_().clone()
+        if not self.values:
+            value.register_hook(lambda gradient: self._measure(None, 0, gradient))
+            return value
         kept = value.detach().clone() if self.copies else value.detach()
         version = kept._version
         value.register_hook(lambda gradient: self._measure(kept, version, gradient))
         self.record.returned(self, value)
         return value
 
-    def _measure(self, kept: Tensor, version: int, gradient: Tensor) -> None:
-        if kept._version != version:
+    def _measure(self, kept: Tensor | None, version: int, gradient: Tensor) -> None:
+        if kept is not None and kept._version != version:
             raise ScoreError(
                 "the network writes into its activations in this batch and did not in the one before; "
                 "set inplace=False where it does"
             )
         for number in self.numbers:
             watch = self.record.watches[number]
-            self.record.add(number, self.measure(watch.laid_out(kept), watch.laid_out(gradient)))
+            values = None if kept is None else watch.laid_out(kept)
+            self.record.add(number, self.measure(values, watch.laid_out(gradient)))
 
 
 @contextmanager
@@ -128,11 +138,15 @@ def watched(
     net: nn.Module,
     watches: list[Watch],
     measure: Callable[..., Tensor],
-    gradients: bool,
     *,
+    gradients: bool = True,
+    values: bool = True,
     before_norm: bool = False,
 ) -> Iterator[Record]:
-    """Watch all sites while the network runs; ``before_norm`` is where the published code looked."""
+    """Watch all sites while the network runs: what passes there (``values``), and what comes back (``gradients``).
+
+    ``before_norm`` is where the published code looked.
+    """
     record = Record(watches)
     places: dict[tuple[str, str], list[int]] = {}
     for number, watch in enumerate(watches):
@@ -141,7 +155,7 @@ def watched(
         places.setdefault((module, site.side), []).append(number)
     handles = []
     for (module, side), numbers in places.items():
-        tap = _Tap(record, numbers, measure, gradients)
+        tap = _Tap(record, numbers, measure, gradients, values)
         child = net.get_submodule(module)
         if side == "output":  # before a gather spreads the channels
             handles.append(child.register_forward_hook(tap.output, prepend=True))
