@@ -1,0 +1,279 @@
+"""Criteria and closed-form recovery on a real task: a ResNet-20 trained on CIFAR-100, adapted to CIFAR-10.
+
+Three questions, three seeds each, 5,000 training and 2,000 test images, SPLoRA of rank 8:
+- *criteria*: what is left of the accuracy after one prune, norms recalibrated, nothing trained;
+- *one_shot*: what each part of recovery restores after one prune;
+- *gradual*: recovery as the first move of every step down to 10% of the channels, with and without training after it.
+
+    SPALIER_DATA=folder/with/cifar10 SPALIER_WEIGHTS=folder/with/weights python3 dev.py bench-recovery
+
+The data is the official training batch 1 and test batch as lossless grids of images (``data_batch_1.webp``,
+``test_batch.webp``, ``labels.json``), the weights ``resnet20-cifar100.safetensors``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import spalier as sp
+from spalier.criteria import CRITERIA, Gradient, Random, Taylor
+
+RESULTS = Path(__file__).parent / "results" / "recovery.json"
+TRAIN, TEST, CALIBRATION, BATCH = 5000, 2000, 1000, 100
+SEEDS = 3
+Images = tuple[Tensor, Tensor]
+
+
+class Block(nn.Module):
+    """Two convolutions and a shortcut, without a rectifier behind the sum."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Sequential()
+        if stride > 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        out = out + self.shortcut(x)
+        return out
+
+
+class ResNet20(nn.Module):
+    def __init__(self, classes: int = 100) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        widths, inputs = (16, 32, 64), 64
+        for number, width in enumerate(widths, 1):
+            strides = (1 if number == 1 else 2, 1, 1)
+            blocks = [Block(inputs if i == 0 else width, width, s) for i, s in enumerate(strides)]
+            self.add_module(f"layer{number}", nn.Sequential(*blocks))
+            inputs = width
+        self.linear = nn.Linear(256, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        for number in (1, 2, 3):
+            x = F.relu(self.get_submodule(f"layer{number}")(x))
+        out: Tensor = self.linear(F.avg_pool2d(x, 4).flatten(1))
+        return out
+
+
+def images(folder: Path, name: str, count: int) -> Images:
+    from PIL import Image
+
+    grid = np.asarray(Image.open(folder / f"{name}.webp").convert("RGB"))
+    pixels = grid.reshape(100, 32, 100, 32, 3).transpose(0, 2, 1, 3, 4).reshape(10000, 32, 32, 3)[:count]
+    mean, deviation = torch.tensor([0.507, 0.487, 0.441]), torch.tensor([0.267, 0.256, 0.276])
+    x = (torch.from_numpy(pixels.copy()).float() / 255 - mean) / deviation
+    labels = json.loads((folder / "labels.json").read_text())[name][:count]
+    return x.movedim(-1, 1).contiguous(memory_format=torch.channels_last), torch.tensor(labels)
+
+
+def base(weights: Path) -> nn.Module:
+    """The pretrained network with a fresh head for ten classes."""
+    from safetensors.torch import load_file
+
+    net = ResNet20()
+    net.load_state_dict(load_file(weights / "resnet20-cifar100.safetensors"))
+    net.linear = nn.Linear(256, 10)
+    return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+def train_(net: nn.Module, data: Images, epochs: float, lr: float, seed: int) -> None:
+    """One-cycle SGD with flips and shifts of up to four pixels."""
+    x, y = data
+    learned = [p for p in net.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(learned, lr, momentum=0.9, weight_decay=5e-4)
+    steps = int(epochs * len(x) / BATCH)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=max(steps, 2))
+    generator = torch.Generator().manual_seed(seed)
+    net.train()
+    for _ in range(steps):
+        chosen = torch.randint(0, len(x), (BATCH,), generator=generator)
+        batch = F.pad(x[chosen], (4, 4, 4, 4), mode="reflect")
+        dy, dx = torch.randint(0, 9, (2,), generator=generator).tolist()
+        batch = batch[:, :, dy : dy + 32, dx : dx + 32]
+        if torch.rand((), generator=generator) < 0.5:
+            batch = batch.flip(3)
+        optimizer.zero_grad()
+        F.cross_entropy(net(batch.contiguous(memory_format=torch.channels_last)), y[chosen]).backward()
+        optimizer.step()
+        schedule.step()
+    net.eval()
+
+
+@torch.no_grad()
+def accuracy(net: nn.Module, data: Images) -> float:
+    net.eval()
+    right: int = sum(
+        (net(x).argmax(1) == y).sum().item()
+        for x, y in zip(data[0].split(500), data[1].split(500), strict=True)
+    )
+    return round(100 * right / len(data[1]), 2)
+
+
+def recoveries(batches: list[Any]) -> dict[str, sp.Recovery | None]:
+    return {
+        "nothing": None,
+        "norms": sp.Recovery(batches, adapters=False, head=False),
+        "norms, adapters": sp.Recovery(batches, head=False),
+        "norms, adapters, head": sp.Recovery(batches),
+    }
+
+
+def criteria(net: nn.Module, batches: list[Any], test: Images) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    literal: dict[str, list[Any]] = {
+        "gradient, literal": [Gradient(literal=True)],
+        "taylor, literal": [Taylor(literal=True)],
+    }
+    chosen: dict[str, list[Any]] = {name: [name] for name in CRITERIA} | literal
+    chosen["random"] = [Random(seed=s) for s in range(3)]
+    for name, several in chosen.items():
+        for channels in (0.5, 0.3):
+            rows = []
+            for each in several:
+                scores = sp.score(net, batches[:5], each, loss=F.cross_entropy)
+                small = copy.deepcopy(net)
+                plan = sp.select(small, scores, channels=channels, writers="free")
+                sp.prune_(small, plan, recover=recoveries(batches)["norms"], check=False)
+                rows.append(accuracy(small, test))
+            found.setdefault(name, {})[str(channels)] = round(statistics.mean(rows), 2)
+    return found
+
+
+def one_shot(net: nn.Module, batches: list[Any], test: Images) -> dict[str, Any]:
+    scores = sp.score(net, batches, "taylor", loss=F.cross_entropy)
+    found: dict[str, Any] = {}
+    for channels in (0.7, 0.5, 0.3, 0.1):
+        plan = sp.select(net, scores, channels=channels, writers="free")
+        for name, recovery in recoveries(batches).items():
+            small = copy.deepcopy(net)
+            start = time.perf_counter()
+            sp.prune_(small, plan, recover=recovery, check=False)
+            spent = time.perf_counter() - start
+            found.setdefault(name, {})[str(channels)] = accuracy(small, test)
+            found.setdefault("seconds", {})[f"{name}, {channels}"] = round(spent, 3)
+    return found
+
+
+def gradual(
+    net: nn.Module, batches: list[Any], data: Images, test: Images, seed: int, epochs: float
+) -> dict[str, Any]:
+    """Nine steps of ten percent; accuracy right after each step's last move."""
+    found: dict[str, Any] = {}
+    for name in ("nothing", "norms", "norms, adapters, head"):
+        small = copy.deepcopy(net)
+        schedule = sp.Schedule(
+            "iterative", end=0.1, step_size=0.1, batches=batches[:5], loss=F.cross_entropy,
+            recover=recoveries(batches)[name] or False, options={"writers": "free"},
+        )  # fmt: skip
+        for step in range(1, 10):
+            schedule.step(small, step / 10)
+            if epochs:
+                train_(small, data, epochs, 0.05, seed)
+            left = f"{1 - step / 10:.1f}"
+            found.setdefault(name, {})[left] = accuracy(small, test)
+    return found
+
+
+PARTS: tuple[str, ...] = ("criteria", "one_shot", "gradual", "gradual_trained")
+
+
+def run(
+    folder: Path, weights: Path, seed: int, parts: list[str], log: Callable[[str], None]
+) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    data, test = images(folder, "data_batch_1", TRAIN), images(folder, "test_batch", TEST)
+    net = base(weights)
+    sp.attach_(net, sp.SPLoRA(rank=8), head="linear", example=data[0][:2])
+    train_(net, data, 5, 0.1, seed)
+    batches = list(zip(data[0][:CALIBRATION].split(BATCH), data[1][:CALIBRATION].split(BATCH), strict=True))
+    found: dict[str, Any] = {"unpruned": accuracy(net, test)}
+    log(f"seed {seed}: {found['unpruned']}")
+    work: dict[str, Callable[[], Any]] = {
+        "criteria": lambda: criteria(net, batches, test),
+        "one_shot": lambda: one_shot(net, batches, test),
+        "gradual": lambda: gradual(net, batches, data, test, seed, 0),
+        "gradual_trained": lambda: gradual(net, batches, data, test, seed, 1),
+    }
+    for part in parts:
+        found[part] = work[part]()
+        log(f"{part}: {json.dumps(found[part])}")
+    return found
+
+
+def markdown(report: dict[str, Any], part: str) -> str:
+    """One part's table: mean and standard deviation over seeds."""
+    rows = [seed[part] for seed in report["seeds"]]
+    names = [name for name in rows[0] if name != "seconds"]
+    columns = list(rows[0][names[0]])
+    lines = [
+        "| | " + " | ".join(f"{float(c):.0%}" for c in columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for name in names:
+        cells = []
+        for column in columns:
+            values = [row[name][column] for row in rows]
+            spread = statistics.stdev(values) if len(values) > 1 else 0.0
+            cells.append(f"{statistics.mean(values):.1f} ± {spread:.1f}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, default=os.environ.get("SPALIER_DATA"))
+    parser.add_argument("--weights", type=Path, default=os.environ.get("SPALIER_WEIGHTS"))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if options.data is None or options.weights is None:
+        parser.error(
+            "pass --data and --weights, or set SPALIER_DATA and SPALIER_WEIGHTS; see above for what is needed there"
+        )
+    seeds = [
+        run(options.data, options.weights, s, options.parts, lambda text: print(text, flush=True))
+        for s in range(SEEDS)
+    ]
+    if options.output.exists():
+        before = json.loads(options.output.read_text())["seeds"]
+        seeds = [{**old, **new} for old, new in zip(before, seeds, strict=True)]
+    report = {
+        "train": TRAIN,
+        "test": TEST,
+        "calibration": CALIBRATION,
+        "torch": torch.__version__,
+        "seeds": seeds,
+    }
+    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    for part in options.parts:
+        print(f"\n{part}\n{markdown(report, part)}")
+
+
+if __name__ == "__main__":
+    main()
