@@ -54,8 +54,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-        out = out + self.shortcut(x)
-        return out
+        shortcut: Tensor = self.shortcut(x)
+        return out + shortcut
 
 
 class ResNet20(nn.Module):

@@ -140,7 +140,8 @@ def measure(name: str, layout: str, repeats: int) -> dict[str, Any]:
         for each in times
         if each != "plain"
     }
-    return {"network": name, "layout": layout, "cpu_seconds": times, "ratios": ratios}
+    threads = torch.get_num_threads()
+    return {"network": name, "layout": layout, "threads": threads, "cpu_seconds": times, "ratios": ratios}
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -165,20 +166,26 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    rows = []
     for name in options.networks:
         for layout in options.layouts:
-            rows.append(measure(name, layout, options.repeats))
-            shown = [[c, f"{r:.3f}"] for c, r in rows[-1]["ratios"].items()]
+            row = measure(name, layout, options.repeats)
+            shown = [[c, f"{r:.3f}"] for c, r in row["ratios"].items()]
             print(f"{name}, {layout}\n" + table(["criterion", "ratio"], shown), flush=True)
+            save(options.output, row)
+
+
+def save(output: Path, row: dict[str, Any]) -> None:
+    """Put one row among those of earlier runs."""
+    rows = json.loads(output.read_text())["rows"] if output.exists() else []
+    rows = [r for r in rows if (r["network"], r["layout"]) != (row["network"], row["layout"])] + [row]
+    rows.sort(key=lambda r: (r["network"], r["layout"]))
     machine = {
         "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "processor": platform.machine(),
     }
-    report = {"images": IMAGES, "batch": BATCH, "repeats": options.repeats, "machine": machine, "rows": rows}
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    report = {"images": IMAGES, "batch": BATCH, "machine": machine, "rows": rows}
+    output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def test_imports_point_one_way(file):
 
 def public_surface() -> str:
     lines = []
-    for module in (spalier, spalier.models, spalier.errors):
+    for module in (spalier, spalier.criteria, spalier.models, spalier.errors):
         names = getattr(module, "__all__", None) or [
             n
             for n, v in vars(module).items()

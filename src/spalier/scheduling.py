@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from spalier.budget.meter import Meter
 from spalier.budget.select import select
 from spalier.criteria.criterion import Criterion
-from spalier.criteria.score import criterion_of, score, structure_of
+from spalier.criteria.probe import structure_of
+from spalier.criteria.score import criterion_of, score
 from spalier.errors import ConfigError
 from spalier.pruning.plan import Plan
 from spalier.pruning.prune import prune_

@@ -266,7 +266,7 @@ def test_a_criterion_that_answers_wrongly_is_named():
 
 def test_movement_adds_up_while_the_network_trains():
     net, given = settled_cnn().train(), data()
-    with criteria.record_movement(net, net._spalier.structure) as movement:
+    with criteria.record_movement(net) as movement:
         for x, y in given:
             F.cross_entropy(net(x), y).backward()
     hooks = sum(len(m._forward_hooks) for m in net.modules())
@@ -282,7 +282,7 @@ def test_movement_adds_up_while_the_network_trains():
         wanted = wanted - (twin[4].weight * twin[4].weight.grad + twin[4].bias * twin[4].bias.grad).detach()
     np.testing.assert_allclose(found["3"], wanted.numpy(), rtol=1e-9, atol=1e-14)
     assert norm.weight.grad is not None
-    with criteria.record_movement(net, net._spalier.structure) as nothing:
+    with criteria.record_movement(net) as nothing:
         pass
     with pytest.raises(ScoreError, match="nothing was recorded"):
         sp.score(net, criterion=nothing)

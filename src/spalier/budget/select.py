@@ -15,7 +15,7 @@ from spalier.adapters.updates import LowRank
 from spalier.budget.latency import Latency
 from spalier.budget.meter import Meter
 from spalier.budget.ranking import Order, Ranking, components, first_step, unit_groups
-from spalier.criteria.score import structure_of
+from spalier.criteria.probe import structure_of
 from spalier.criteria.scores import AGGREGATIONS, NORMALISATIONS, Aggregate, Floats, Normalise, Scores
 from spalier.distributed import assert_same_on_every_rank
 from spalier.errors import BudgetError, ConfigError, PlanError

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spalier.criteria.criterion import ActivationCriterion
-from spalier.criteria.probe import Probe, Values
+from spalier.criteria.probe import Probe, Values, structure_of
 from spalier.criteria.watching import Watch
 from spalier.errors import ScoreError
 from spalier.structure.structure import Structure
@@ -68,9 +68,9 @@ class Movement(ActivationCriterion):
 
 
 @contextmanager
-def record_movement(net: nn.Module, structure: Structure) -> Iterator[Movement]:
+def record_movement(net: nn.Module, structure: Structure | None = None) -> Iterator[Movement]:
     """Add up movement while ``net`` trains inside of the block; then ``score(net, criterion=movement)``."""
-    probe = Probe(net, structure)
+    probe = Probe(net, structure_of(net, structure))
     recording = Recording([probe.watch(site) for site in probe.sites()])
     handles = []
     for number, watch in enumerate(recording.watches):

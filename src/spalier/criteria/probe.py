@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spalier.adapters.attachment import is_marked
+from spalier.adapters.attachment import attachment_of, is_marked
 from spalier.adapters.fuse import fuse
 from spalier.criteria.batches import Batch, batches_of, loss_of
 from spalier.criteria.watching import Watch, watched
-from spalier.errors import ScoreError
+from spalier.errors import ConfigError, ScoreError, TraceError
 from spalier.pruning.attention import base_scale, run_attention
 from spalier.pruning.cuts import fused_value, owners_of
 from spalier.pruning.kept import Kept, kept_of
@@ -225,3 +225,20 @@ def _by_unit(rows: Tensor, units: Any) -> Tensor:
     order = np.argsort(np.where(units >= 0, units, len(alive) + units.max() + 1), kind="stable")
     order = order[: int((units >= 0).sum())]
     return rows[torch.from_numpy(order).to(rows.device)].reshape(len(alive), -1)
+
+
+def structure_of(net: nn.Module, given: Structure | None) -> Structure:
+    """The structure that was passed, or the one that an adapted network remembers."""
+    if not isinstance(net, nn.Module):
+        raise ConfigError(f"net is a {type(net).__name__}, expected a torch.nn.Module")
+    if given is not None:
+        if not isinstance(given, Structure):
+            raise ConfigError(f"structure is a {type(given).__name__}, expected what trace returns")
+        return given
+    found = attachment_of(net).structure if is_marked(net) else None
+    if not isinstance(found, Structure):
+        raise TraceError(
+            "nothing is known of how this network's channels hang together; pass structure=trace(net, example), or "
+            "give attach_ an example="
+        )
+    return found

@@ -8,18 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spalier.adapters.attachment import attachment_of, is_marked
 from spalier.criteria.activations import Gradient, Taylor
 from spalier.criteria.batches import Batches
 from spalier.criteria.criterion import Criterion
 from spalier.criteria.lrp import LRP
 from spalier.criteria.movement import Movement
-from spalier.criteria.probe import Probe, Values
+from spalier.criteria.probe import Probe, Values, structure_of
 from spalier.criteria.scores import Floats, Scores
 from spalier.criteria.second_order import SecondOrder
 from spalier.criteria.simple import Magnitude, Random, Weight
 from spalier.distributed import summed_over_ranks
-from spalier.errors import ConfigError, ScoreError, TraceError
+from spalier.errors import ConfigError, ScoreError
 from spalier.structure.structure import Structure
 
 CRITERIA: dict[str, Callable[[], Criterion]] = {
@@ -86,23 +85,6 @@ def criterion_of(given: str | Criterion) -> Criterion:
         f"criterion is {given!r}, expected one of {', '.join(CRITERIA)}, or an object such as "
         "spalier.criteria.Weight(p=2)"
     )
-
-
-def structure_of(net: nn.Module, given: Structure | None) -> Structure:
-    """The structure that was passed, or the one that an adapted network remembers."""
-    if not isinstance(net, nn.Module):
-        raise ConfigError(f"net is a {type(net).__name__}, expected a torch.nn.Module")
-    if given is not None:
-        if not isinstance(given, Structure):
-            raise ConfigError(f"structure is a {type(given).__name__}, expected what trace returns")
-        return given
-    found = attachment_of(net).structure if is_marked(net) else None
-    if not isinstance(found, Structure):
-        raise TraceError(
-            "nothing is known of how this network's channels hang together; pass structure=trace(net, example), or "
-            "give attach_ an example="
-        )
-    return found
 
 
 def _layers(probe: Probe, values: Values, criterion: Criterion) -> dict[str, dict[str, Floats]]:

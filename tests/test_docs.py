@@ -1,0 +1,41 @@
+"""What README and docs show runs as it stands, and their tables are the measured ones."""
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/criteria.md"])
+def test_code_in_the_docs_runs(page):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert blocks
+    names: dict[str, object] = {}
+    for block in blocks:  # each goes on where the one before it ended
+        exec(compile(block, page, "exec"), names)
+
+
+def benchmark(name):
+    specification = importlib.util.spec_from_file_location(name, ROOT / f"benchmarks/{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module, json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+
+
+def test_the_costs_of_scoring_are_the_committed_ones():
+    module, report = benchmark("scoring")
+    assert module.markdown(report) in (ROOT / "docs/criteria.md").read_text()
+
+
+@pytest.mark.parametrize("part", ["criteria", "one_shot", "gradual", "gradual_trained"])
+def test_the_figures_of_recovery_are_the_committed_ones(part):
+    module, report = benchmark("recovery")
+    table = module.markdown(report, part)
+    assert table in (ROOT / "docs/criteria.md").read_text()
+    if part == "one_shot":
+        assert table in (ROOT / "README.md").read_text()
