@@ -19,7 +19,7 @@ PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 # command: (what it is for, the extra it needs, what it runs)
 COMMANDS: dict[str, tuple[str, str, list[list[str]]]] = {
-    "demo": ("adapt a small network to new digits, and fuse it", "demo", [["examples/adapt_and_fuse.py"]]),
+    "demo": ("adapt a small network to new digits, and prune it", "demo", [["examples/adapt_and_prune.py"]]),
     "test": ("run the tests", "test", [["-m", "pytest", "-n", "2", "-m", "not slow"]]),
     "slow": ("run the slow tests", "test", [["-m", "pytest", "-m", "slow"]]),
     "check": (

@@ -216,7 +216,7 @@ def run(
         "criteria": lambda: criteria(net, batches, test),
         "one_shot": lambda: one_shot(net, batches, test),
         "gradual": lambda: gradual(net, batches, data, test, seed, 0),
-        "gradual_trained": lambda: gradual(net, batches, data, test, seed, 1),
+        "gradual_trained": lambda: gradual(net, batches, data, test, seed, 0.5),
     }
     for part in parts:
         found[part] = work[part]()
@@ -256,21 +256,18 @@ def main() -> None:
         parser.error(
             "pass --data and --weights, or set SPALIER_DATA and SPALIER_WEIGHTS; see above for what is needed there"
         )
-    seeds = [
-        run(options.data, options.weights, s, options.parts, lambda text: print(text, flush=True))
-        for s in range(SEEDS)
-    ]
-    if options.output.exists():
-        before = json.loads(options.output.read_text())["seeds"]
-        seeds = [{**old, **new} for old, new in zip(before, seeds, strict=True)]
-    report = {
-        "train": TRAIN,
-        "test": TEST,
-        "calibration": CALIBRATION,
-        "torch": torch.__version__,
-        "seeds": seeds,
-    }
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    seeds = json.loads(options.output.read_text())["seeds"] if options.output.exists() else []
+    for seed in range(SEEDS):
+        found = run(options.data, options.weights, seed, options.parts, lambda text: print(text, flush=True))
+        seeds[seed : seed + 1] = [{**seeds[seed], **found} if seed < len(seeds) else found]
+        report = {
+            "train": TRAIN,
+            "test": TEST,
+            "calibration": CALIBRATION,
+            "torch": torch.__version__,
+            "seeds": seeds,
+        }
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
     for part in options.parts:
         print(f"\n{part}\n{markdown(report, part)}")
 

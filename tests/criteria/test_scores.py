@@ -310,7 +310,7 @@ def test_bad_batches_are_refused():
     refused("the loss fails on batch 0", net, [(given[0][0],)], loss=loss)
     bad = given[1][0].clone()
     bad[0, 0, 0, 0] = float("nan")
-    refused("batch 1", net, [given[0], (bad, given[1][1])], "taylor", loss=loss)
+    refused("batch 1 is nan, its inputs", net, [given[0], (bad, given[1][1])], "taylor", loss=loss)
 
 
 def test_what_is_not_finite_names_layer_and_batch():
@@ -325,6 +325,17 @@ def test_what_is_not_finite_names_layer_and_batch():
     with torch.no_grad():
         net[3].weight[2, 0, 0, 0] = float("inf")
     refused("'3' has scores that are NaN or infinite", net, criterion="weight")
+    net, given = settled_cnn(), data()
+    huge = (given[1][0] * 1e200, given[1][1])
+    with torch.no_grad():
+        net[3].weight *= 1e200
+    refused(
+        "loss of batch 1 is nan, first not finite at '3'",
+        net,
+        [given[0], huge],
+        "taylor",
+        loss=F.cross_entropy,
+    )
 
 
 def test_losses_that_say_nothing_are_refused():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def batches_of(given: Batches | None, net: nn.Module, what: str) -> Iterator[Bat
         raise ScoreError(f"{what} needs batches, and there are none; expected at least one (inputs, targets)")
 
 
-def loss_of(loss: Any, output: Any, batch: Batch) -> Tensor:
+def loss_of(loss: Any, output: Any, batch: Batch, net: nn.Module) -> Tensor:
     """The loss of one batch, a finite number that depends on the network."""
     if loss is None:
         value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -108,8 +108,8 @@ def loss_of(loss: Any, output: Any, batch: Batch) -> Tensor:
         )
     if not torch.isfinite(value):
         raise ScoreError(
-            f"the loss of batch {batch.number} is {float(value.detach())}; look at its inputs and targets, or go back "
-            "to sound weights"
+            f"the loss of batch {batch.number} is {float(value.detach())}{_first_not_finite(net, batch)}; look at its "
+            "inputs and targets, or go back to sound weights"
         )
     if not value.requires_grad:
         raise ScoreError(
@@ -117,3 +117,27 @@ def loss_of(loss: Any, output: Any, batch: Batch) -> Tensor:
             "network's output, without detach() or torch.no_grad()"
         )
     return value
+
+
+def _first_not_finite(net: nn.Module, batch: Batch) -> str:
+    """Where NaN or infinity begins."""
+    found: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            tensors = (t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point())
+            if any(not torch.isfinite(t).all() for t in tensors):
+                found.append(name)
+
+        return hook
+
+    given = (t for t in tree_leaves((batch.args, batch.kwargs)) if isinstance(t, Tensor))
+    if any(t.is_floating_point() and not torch.isfinite(t).all() for t in given):
+        return ", its inputs are not finite"
+    handles = [m.register_forward_hook(note(n)) for n, m in net.named_modules() if n]
+    try:
+        batch.run(net)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return f", first not finite at {found[0]!r}" if found else ""

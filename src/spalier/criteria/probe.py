@@ -23,7 +23,7 @@ from spalier.errors import ConfigError, ScoreError, TraceError
 from spalier.pruning.attention import base_scale, run_attention
 from spalier.pruning.cuts import fused_value, owners_of
 from spalier.pruning.kept import Kept, kept_of
-from spalier.structure.capture import in_eval_mode
+from spalier.structure.capture import first_line, in_eval_mode
 from spalier.structure.sites import Site, layer_name
 from spalier.structure.streams import present
 from spalier.structure.structure import Structure
@@ -66,17 +66,23 @@ class Probe:
 
     def twin(self, *, fused: bool = True) -> nn.Module:
         """A plain copy in eval mode, all frozen, with attention that calls its output projection."""
-        if not is_marked(self.net):
-            made = copy.deepcopy(self.net)
-        elif fused:
-            made = fuse(self.net)
-        else:
-            made = _without_updates(self.net)
+        try:
+            made = self._copied(fused)
+        except RuntimeError as error:  # a module has kept a tensor of an earlier forward, with its graph
+            raise ScoreError(
+                f"the network cannot be copied: {first_line(error)}; run it once under torch.no_grad(), so that what its "
+                "modules keep can be"
+            ) from error
         for parameter in made.parameters():
             parameter.requires_grad_(False)
         for module in made.modules():
             _open_(module)
         return made
+
+    def _copied(self, fused: bool) -> nn.Module:
+        if not is_marked(self.net):
+            return copy.deepcopy(self.net)
+        return fuse(self.net) if fused else _without_updates(self.net)
 
     def sites(self) -> list[Site]:
         """One or more for every stream; a stream that cannot be seen is an error."""
@@ -134,7 +140,7 @@ class Probe:
             record.start(batch.size)
             output = batch.run(twin)
             if gradients:
-                loss_of(loss, output, batch).backward()
+                loss_of(loss, output, batch, twin).backward()
 
 
 class Totals:

@@ -52,7 +52,7 @@ Gates = list[list[Tensor]]
 def _one(twin: nn.Module, batch: Batch, loss: Any, gates: Gates) -> list[Tensor | None]:
     for each in gates:
         each.clear()
-    value = loss_of(loss, batch.run(twin), batch) * batch.size  # the sum of the samples' own losses
+    value = loss_of(loss, batch.run(twin), batch, twin) * batch.size  # the sum of the samples' own losses
     flat = [gate for each in gates for gate in each]
     try:
         first = torch.autograd.grad(value, flat, create_graph=True, materialize_grads=True)

@@ -1,11 +1,13 @@
-"""Adapt a frozen network to new digits, fuse the adapter away, and get the base back: a few seconds.
+"""Adapt a frozen network to new digits, prune it, fuse the adapter away, and get the base back: a few seconds.
 
-The base learns the digits 0 to 4. Then it is frozen, and SPLoRA learns the digits 5 to 9 beside it. Every number
-that is printed is measured in this run.
+The base learns the digits 0 to 4. Then it is frozen, and SPLoRA learns the digits 5 to 9 beside it. Most of its
+channels go, what is left is recovered without labels, and trained a little. Every number that is printed is measured in
+this run.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 
 import torch
@@ -60,7 +62,7 @@ def accuracy(net: nn.Module, split: Split) -> str:
 
 
 def main() -> None:
-    """Pretrain, adapt, fuse, detach."""
+    """Pretrain, adapt, prune, fuse, detach."""
     start = time.perf_counter()
     torch.manual_seed(0)
     old, new = digits(0, 1, 2, 3, 4), digits(5, 6, 7, 8, 9)
@@ -71,16 +73,28 @@ def main() -> None:
     print(f"It guesses at the digits 5-9: {accuracy(base, new)}.\n")
     frozen = {key: value.clone() for key, value in base.state_dict().items()}
 
-    print("sp.attach_(net, sp.SPLoRA(rank=4), head='14')")
-    print(sp.attach_(base, sp.SPLoRA(rank=4), head="14"))
+    print("sp.attach_(net, sp.SPLoRA(rank=4), head='14', example=images)")
+    print(sp.attach_(base, sp.SPLoRA(rank=4), head="14", example=new[0][:2]))
     train(base, new, epochs=12, rate=1e-2)
     print(f"\nAdapted to the digits 5-9: {accuracy(base, new)} are right.\n")
+
+    batches = list(zip(new[0].split(64), new[1].split(64), strict=True))
+    scores = sp.score(base, batches, "taylor", loss=nn.functional.cross_entropy)
+    plan = sp.select(base, scores, channels=0.3)
+    print(f"sp.select(net, sp.score(net, batches, 'taylor', ...), channels=0.3)\n{plan}\n")
+    cut = copy.deepcopy(base)
+    sp.prune_(cut, plan)
+    print(f"sp.prune_(net, plan): {accuracy(cut, new)} are right;", end=" ")
+    sp.prune_(base, plan, recover=batches)
+    print(f"with recover=batches, no labels and no training: {accuracy(base, new)};", end=" ")
+    train(base, new, epochs=3, rate=3e-3)
+    print(f"after three epochs: {accuracy(base, new)}.\n")
 
     plain = sp.fuse(base)
     images = new[2]
     difference = (plain(images) - base(images)).abs().max().item()
     print(
-        f"sp.fuse(net): a plain network, {accuracy(plain, new)} right; outputs differ by {difference:.0e} at most."
+        f"sp.fuse(net): a small plain network, {accuracy(plain, new)} right; outputs differ by {difference:.0e}."
     )
     print(sp.count(plain, images[:1]))
 
