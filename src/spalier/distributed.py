@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
@@ -45,11 +45,11 @@ def assert_same_on_every_rank(what: str, value: Any) -> None:
             )
 
 
-def from_first_rank(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
+def from_first_rank(make: Callable[[], Any]) -> Any:
+    """What rank 0 makes, on every rank; the others wait."""
     if not is_distributed():
-        return value
-    held = [value]
+        return make()
+    held = [make() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(held, src=0)
     return held[0]
 

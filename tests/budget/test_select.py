@@ -367,3 +367,58 @@ def test_a_network_goes_down_step_by_step():
         assert plan.prediction.density["channels"] <= share
         assert plan.prediction.density["channels"] > share - 0.02
     assert issubclass(BudgetError, SpalierError)
+
+
+# what a review found
+
+
+def test_macs_that_the_structure_does_not_know_count_too():
+    class Recurrent(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.gru = torch.nn.Linear(6, 8), torch.nn.GRU(8, 8, batch_first=True)
+            self.b, self.c = torch.nn.Linear(8, 40), torch.nn.Linear(40, 3)
+
+        def forward(self, x):
+            return self.c(torch.relu(self.b(self.gru(self.a(x))[0][:, -1])))
+
+    net = Recurrent()
+    example = torch.randn(2, 5, 6)
+    structure = sp.trace(net, example)
+    scores = sp.score(net, criterion="weight", structure=structure)
+    whole = sp.count(net, example).macs
+    plan = sp.select(net, scores, macs=0.95)
+    small = assert_comes_true(net, plan, example)
+    assert 0.9 * whole < sp.count(small, example).macs <= 0.95 * whole
+
+
+def test_a_share_of_ranks_is_of_those_that_they_began_with():
+    net = adapted(rank=8)
+    for _ in range(2):
+        sp.prune_(net, sp.select(net, rank=0.5, ranking="local"))
+        assert all(entry.update.rank == 4 for entry in net._spalier.updated)
+
+
+def test_free_then_coupled():
+    net = copy.deepcopy(NET)
+    sp.prune_(net, sp.select(net, random_scores(), channels=0.7, writers="free"))
+    plan = sp.select(net, sp.score(net, criterion="weight"), channels=0.5, writers="coupled")
+    assert_comes_true(net, plan, EXAMPLE)
+
+
+@pytest.mark.parametrize("adapter", [sp.SPPaRA(), sp.FineTune()])
+def test_bytes_of_adapters_without_ranks(adapter):
+    net = DigitNet(8).eval()
+    sp.attach_(net, adapter, head="fc", example=EXAMPLE)
+    meter = Meter(net, net._spalier.structure)
+    limit = meter.task_bytes(meter.whole, {}) // 2
+    plan = sp.select(net, sp.score(net, criterion="weight"), bytes=limit)
+    assert 0.9 * limit < plan.prediction.task_bytes <= limit
+
+
+def test_protected_adapters_keep_their_rank():
+    net = torch.nn.TransformerEncoderLayer(8, 2, 12, batch_first=True).eval()
+    sp.attach_(net, sp.SPLoRA(rank=4), example=torch.randn(2, 3, 8))
+    plan = sp.select(net, rank=0.7, protect="self_attn")
+    assert "self_attn.in_proj_weight" not in plan.ranks
+    assert plan.ranks

@@ -408,3 +408,108 @@ def test_every_data_driven_criterion_beats_random(name, accuracies):
 def test_the_network_of_these_tests_is_a_real_one():
     assert accuracy(trained()) > 93
     assert accuracy(DigitNet()) < 30
+
+
+# what a review found
+
+
+def encoder(batch_first):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=batch_first)
+            self.embed, self.layer, self.head = nn.Linear(5, 8), layer, nn.Linear(8, 3)
+
+        def forward(self, x):
+            x = self.embed(x)
+            x = self.layer(x) if batch_first else self.layer(x.transpose(0, 1)).transpose(0, 1)
+            return self.head(x.mean(1))
+
+    torch.manual_seed(0)
+    return Net().double().eval()
+
+
+@pytest.mark.parametrize("name", DATA_DRIVEN)
+def test_it_does_not_matter_where_samples_are_counted(name):
+    """Sequences first or batches first, in batches of any size: the same network has the same scores."""
+    x, y = torch.randn(8, 7, 5, dtype=torch.float64), torch.randint(0, 3, (8,))
+    uneven = [(x[:6], y[:6]), (x[6:], y[6:])]
+    found = []
+    for batch_first in (True, False):
+        net = encoder(batch_first)
+        structure = sp.trace(net, x[:2])
+        found.append(sp.score(net, uneven, name, loss=F.cross_entropy, structure=structure))
+    for stream, parts in found[0].layers.items():
+        for layer, scores in parts.items():
+            np.testing.assert_allclose(
+                scores, found[1].layers[stream][layer], rtol=1e-7, atol=1e-12, err_msg=layer
+            )
+
+
+def test_a_norm_behind_two_layers_is_nobodys():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 6), nn.Linear(4, 6)
+            self.norm, self.fc = nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.fc(F.relu(self.norm(self.a(x)) + self.norm(self.b(0 * x))))
+
+    net = Net().double().eval()
+    nn.init.zeros_(net.b.bias)
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 2, (6,))
+    found = sp.score(net, [(x, y)], "taylor", loss=F.cross_entropy, structure=sp.trace(net, x))
+    assert found["b"].max() < 1e-12 < found["a"].max()
+
+
+def test_norms_without_statistics_and_transposed_groups_are_weighed():
+    first = nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.ReLU(), nn.Linear(6, 2)
+    )
+    x = torch.randn(3, 4)
+    found = sp.score(first, criterion="weight", structure=sp.trace(first, x))
+    np.testing.assert_allclose(found["0"], first[0].weight.detach().abs().sum(1).numpy(), rtol=1e-6)
+    second = nn.Sequential(
+        nn.ConvTranspose2d(4, 12, 2, groups=2), nn.BatchNorm2d(12), nn.ReLU(), nn.Conv2d(12, 2, 1)
+    )
+    nn.init.uniform_(second[1].weight)
+    structure = sp.trace(second, torch.randn(1, 4, 3, 3))
+    scale = (second[1].weight / (1 + second[1].eps) ** 0.5).view(2, 6)
+    wanted = (second[0].weight.view(2, 2, 6, 4).abs() * scale[:, None, :, None]).sum((1, 3)).detach()
+    for values in sp.score(second, criterion="weight", structure=structure).layers.values():
+        scores = values["0"]
+        np.testing.assert_allclose(scores.sum(), float(wanted.sum()), rtol=1e-5)
+
+
+def test_half_precision_does_not_underflow():
+    net = settled_cnn().float()
+    given = [(x.float(), y) for x, y in data()]
+    wide = sp.score(net, given, "taylor", loss=F.cross_entropy)
+    narrow = sp.score(
+        copy.deepcopy(net).bfloat16(), [(x.bfloat16(), y) for x, y in given], "taylor", loss=F.cross_entropy
+    )
+    assert spearmanr(wide["3"], narrow["3"]).statistic > 0.9
+
+
+def test_labels_in_a_dict_are_what_relevance_explains():
+    entry = zoo.by_name("transformers/bert")
+    net, example = entry.make(), dict(entry.example())
+    structure = sp.trace(net, example)
+    labels = torch.zeros(len(next(iter(example.values()))), dtype=torch.long)
+    found = sp.score(net, [{**example, "labels": labels}], "lrp", structure=structure)
+    assert found.samples == len(labels)
+
+
+def test_movement_of_what_is_never_called_is_not_zero_but_refused():
+    net = encoder(True)
+    x, y = torch.randn(6, 7, 5, dtype=torch.float64), torch.randint(0, 3, (6,))
+    structure = sp.trace(net, x)
+    with criteria.record_movement(net, structure) as movement:
+        F.cross_entropy(net.train()(x), y).backward()
+    refused("out_proj", net, criterion=movement, structure=structure)
+
+
+def test_wrapped_networks_are_named():
+    net = nn.DataParallel(tiny_cnn())
+    refused("net.module", net, criterion="weight", error=ConfigError)

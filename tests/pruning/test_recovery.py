@@ -296,3 +296,98 @@ def test_each_part_of_it_raises_accuracy_before_any_training(channels, accuracie
     assert (rows[:, 3] > rows[:, 1] + 3).all(), rows  # (b) over (a) alone
     assert rows[:, 2].mean() > rows[:, 1].mean(), rows  # of (b), the adapters without the head
     assert (rows[:, 3] > 0.6 * 95).all() or channels == 0.3, rows
+
+
+# what a review found
+
+
+def test_a_network_that_was_pruned_freely_before_is_recovered_as_any_other():
+    """What a writer returns is looked at before a gather spreads it."""
+    net, given = trained(), batches(4)
+    scores = sp.score(net, given, "taylor", loss=F.cross_entropy)
+    sp.prune_(net, sp.select(net, scores, channels=0.7, writers="free"), recover=given)
+    scores = sp.score(net, given, "taylor", loss=F.cross_entropy)
+    plan = sp.select(net, scores, channels=0.5, writers="free")
+    report = sp.prune_(net, plan, recover=given)
+    assert all(now <= was + 1e-6 for was, now in report.layers.values())
+    assert accuracy(net) > 60
+
+
+def test_tied_layers_are_left_alone():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Embedding(16, 16), nn.Linear(16, 12), nn.Linear(12, 16)
+            self.d = nn.Linear(16, 16, bias=False)
+            self.d.weight = self.a.weight
+
+        def forward(self, x):
+            return self.d(self.c(torch.relu(self.b(self.a(x)))))
+
+    net = Tied().double()
+    x = torch.randint(0, 16, (30, 5))
+    sp.attach_(net, sp.SPLoRA(rank=2), example=x)
+    name = next(s.name for s in net._spalier.structure.streams if s.size == 12)
+    report = sp.prune_(net, sp.Plan(net._spalier.structure, {name: range(8)}), recover=[x])
+    assert report.skipped == {"a": "it shares its weight", "d": "it shares its weight"}
+    assert set(report.layers) == {"b", "c"}
+
+
+def test_inputs_are_put_together_by_name():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.norm, self.fc = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+        def forward(self, x, shift, mask=None):
+            x = self.norm(self.a(x) + shift)
+            return self.fc(x if mask is None else x * mask)
+
+    def means(given):
+        torch.manual_seed(0)
+        net = Two().double().eval()
+        plan = sp.Plan(sp.trace(net, given[0]), {})
+        sp.prune_(net, plan, recover=given)
+        return net.norm.running_mean
+
+    torch.manual_seed(1)
+    x, shift = (torch.randn(10, n, dtype=torch.float64) for n in (4, 6))
+    one = [{"x": x[:5], "shift": shift[:5]}, {"x": x[5:], "shift": shift[5:]}]
+    other = [{"x": x[:5], "shift": shift[:5]}, {"shift": shift[5:], "x": x[5:]}]
+    assert torch.equal(means(one), means(other))
+    mask = torch.ones(6, dtype=torch.float64)  # no samples there
+    assert torch.equal(means([{**each, "mask": mask} for each in one]), means(one))
+
+
+def test_without_norms_a_shift_is_fitted_too():
+    net, given = adapted(), calibration()
+    x, teacher = torch.cat(given), sp.fuse(net)
+    wanted = teacher[:4](x)[:, PLAN["3"]]
+    missing = {}
+    for name, recovery in (("nothing", None), ("fitted", sp.Recovery(given, norms=False, head=False))):
+        small = copy.deepcopy(net)
+        sp.prune_(small, sp.Plan(small._spalier.structure, PLAN), recover=recovery)
+        missing[name] = (small[:4](x) - wanted).square().mean().item()
+    assert missing["fitted"] < missing["nothing"]
+
+
+def test_an_optimizer_begins_anew_with_what_was_set():
+    net = adapted().train()
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1, momentum=0.9)
+    net(EXAMPLE).sum().backward()
+    optimizer.step()
+    sp.prune_(net, sp.Plan(net._spalier.structure, PLAN), optimizer=optimizer, recover=calibration())
+    assert net[3].weight_adapter.down not in optimizer.state
+    assert net[4].weight in optimizer.state
+
+
+def test_a_network_that_was_saved_in_between_goes_on():
+    import pickle
+
+    net = adapted()
+    sp.prune_(net, sp.Plan(net._spalier.structure, {"0": [0, 2, 3, 5, 7]}))
+    loaded = pickle.loads(pickle.dumps(net))
+    structure = loaded._spalier.structure
+    report = sp.prune_(loaded, sp.Plan(structure, {"3": [0, 1, 4]}), recover=calibration())
+    assert report.norms == 2
+    assert loaded[3].weight.shape == (3, 5, 3, 3)

@@ -60,6 +60,8 @@ class LowRank(Update):
         self.geometry = geometry
         self.stays_whole = stays_whole
         """True for plain LoRA, which goes on learning for all channels of the base, those that are gone too."""
+        self.first_rank = rank
+        """The rank that it began with."""
         self.register_buffer("kept_inputs", None)
         self.register_buffer("kept_outputs", None)
         taps = geometry.kernel if whole_kernel else ()

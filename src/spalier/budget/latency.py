@@ -41,7 +41,7 @@ class Latency:
         if self.example is None:
             raise BudgetError("a budget of latency needs an example batch; pass example=")
         self.base = _base_of(net)
-        self.table: dict[str, Any] = from_first_rank(self._measured_layers())
+        self.table: dict[str, Any] = from_first_rank(self._measured_layers)
 
     def search(
         self, most: int, plan_at: Callable[[int], Plan], kept_at: Callable[[int], Kept], share: float
@@ -59,13 +59,13 @@ class Latency:
             best = most if steps is None else steps
             if best in tried:
                 break
-            small, base = tried[best] = from_first_rank(self._timed(plan_at(best), whole))
+            small, base = tried[best] = self._measured(plan_at(best), whole)
             scale = (small / base) / max(self._looked_up(kept_at(best)) / whole, 1e-9)
             if 0.95 * share <= small / base <= share:
                 break
         while not _within(tried, share) and max(tried) < most:  # the table was too hopeful: go on
             best = min(most, max(tried) + max(1, most // 20))
-            tried[best] = from_first_rank(self._timed(plan_at(best), whole))
+            tried[best] = self._measured(plan_at(best), whole)
         reached = _within(tried, share)
         if not reached:
             small, base = min(tried.values(), key=lambda pair: pair[0] / pair[1])
@@ -84,6 +84,10 @@ class Latency:
         return best, small, base
 
     # whole networks
+
+    def _measured(self, plan: Plan, whole: float) -> tuple[float, float]:
+        found: tuple[float, float] = from_first_rank(lambda: self._timed(plan, whole))
+        return found
 
     def _timed(self, plan: Plan, whole: float) -> tuple[float, float]:
         """Seconds of the pruned and of the unpruned network, in turns."""

@@ -51,8 +51,8 @@ class Meter:
         return sum(math.prod(self._sizes(kept, name)) for name in self.structure.parameters)
 
     def macs(self, kept: Kept) -> int:
-        """Multiply-accumulates of one sample of the example, as far as the structure knows them."""
-        return self._terms(kept) // self._samples
+        """Multiply-accumulates of one sample of the example; what the structure does not know of stays as it is."""
+        return (self._terms(kept) + self._unknown) // self._samples
 
     def task_bytes(self, kept: Kept, ranks: Ranks) -> int:
         """What a task file holds in float32: learned parameters, statistics of norms, and a bit for each unit."""
@@ -138,6 +138,11 @@ class Meter:
         return total
 
     @cached_property
+    def _unknown(self) -> int:
+        """What `count` finds now beside what the structure knows of: recurrent layers, say."""
+        return 0 if self._counted is None else self._counted.macs * self._samples - self._terms(self.kept)
+
+    @cached_property
     def _samples(self) -> int:
         found = None if self._counted is None else self._counted.samples
         return found or 1
@@ -169,7 +174,7 @@ class Meter:
     def _macs_after(self, plan: Plan, kept: Kept) -> tuple[int | None, int | None]:
         if self._counted is None:
             return None, None
-        if self._counted.macs * self._samples == self._terms(self.kept):
+        if not self._unknown:
             return self.macs(kept), self.macs(self.whole)
         # some operation is counted otherwise than the structure says (recurrent layers, einsum): prune a copy and look
         twin = copy.deepcopy(self.net)

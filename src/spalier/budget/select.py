@@ -165,12 +165,14 @@ class _Search:
 
     def plan(self, budget: _Budget | None, rank: float | None, example: Any) -> Plan:
         no_order = Order([], "local")
-        ranks = (
-            no_order if rank is None and (budget is None or budget.kind != "bytes") else self._rank_order()
-        )
+        wants_ranks = rank is not None or (budget is not None and budget.kind == "bytes")
+        ranks = self._rank_order(needed=rank is not None or self.scores is None) if wants_ranks else no_order
         fixed: Masks = {}
         if rank is not None:
-            fixed = self._reach(ranks, lambda m: sum(int(x.sum()) for x in m.values()), rank, "rank")
+            whole, others = self._ranks(ranks)
+            fixed = self._reach(
+                ranks, lambda m: others + sum(int(x.sum()) for x in m.values()), rank, "rank", whole
+            )
             ranks = no_order
         if budget is None:
             return self._made({}, fixed)
@@ -206,17 +208,30 @@ class _Search:
             protected=self.protected,
         )
         for each in groups:
-            _check_alive(each.name, each.order, self.meter.kept, self.meter.structure)
+            _check_alive(each.name, each.order, self.meter.kept, self.meter.structure, o.writers)
         return Order(groups, o.ranking)
 
-    def _rank_order(self) -> Order:
+    def _ranks(self, order: Order) -> tuple[int, int]:
+        """How many components all adapters began with, and how many those that are protected have."""
+        updates = {entry.update for entry in attachment_of(self.net).updated}
+        low = [update for update in updates if isinstance(update, LowRank)]
+        free = sum(g.size for g in order.groups)
+        return sum(update.first_rank for update in low), sum(update.rank for update in low) - free
+
+    def _rank_order(self, *, needed: bool) -> Order:
         found = importances(self.net)
-        chosen = {name: value for name, value in found.items() if name not in self.protected}
-        if not chosen:
+        chosen = {name: value for name, value in found.items() if not self._is_protected(name)}
+        if not chosen and needed:
             raise BudgetError(
                 "no adapter here has a rank to prune; expected a network with SPLoRA or LoRA on it"
             )
         return Order(components(chosen), self.options.ranking)
+
+    def _is_protected(self, adapter: str) -> bool:
+        """An adapter of a layer's weight goes by the layer's name, another by its own."""
+        return adapter in self.protected or (
+            adapter.endswith("_weight") and adapter.rpartition(".")[0] in self.protected
+        )
 
     def _reach(
         self,
@@ -314,12 +329,11 @@ def _protected(net: nn.Module, structure: Structure, protect: Any) -> set[str]:
     return chosen | written
 
 
-def _check_alive(name: str, order: Any, kept: Kept, structure: Structure) -> None:
-    number = structure.index.get(name)
-    mask = kept.writers.get(name) if name in kept.writers else None
-    if mask is None:
-        stream = number if number is not None else next(w.stream for w in structure.writers if w.name == name)
-        mask = kept.streams[stream]
+def _check_alive(name: str, order: Any, kept: Kept, structure: Structure, writers: Writers) -> None:
+    free = {w.name: w.stream for w in structure.writers} if writers == "free" else {}
+    mask = kept.streams[free[name] if name in free else structure.index[name]]
+    if name in free:
+        mask = kept.writers.get(name, mask)
     if set(order.tolist()) != set(np.flatnonzero(mask).tolist()):
         raise PlanError(
             f"the scores of {name!r} are for other units than the network has left: it was pruned since; score it again"

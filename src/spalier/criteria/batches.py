@@ -39,7 +39,10 @@ class Batch:
             )
 
     def to(self, net: nn.Module) -> Batch:
-        """The batch where the network is."""
+        """The batch where the network is, as tensors that can be differentiated through."""
+        self.args, self.kwargs, self.targets = tree_map_only(
+            Tensor, lambda t: t.clone() if t.is_inference() else t, (self.args, self.kwargs, self.targets)
+        )
         first = next((t for t in (*net.parameters(), *net.buffers())), None)
         if first is not None and first.device.type != "cpu":
             device = first.device

@@ -65,7 +65,9 @@ def _absolute(values: None, relevance: Tensor) -> Tensor:
 
 def explain(twin: nn.Module, batch: Batch, record: Record) -> None:
     """Send relevance 1 back from each sample's target."""
-    record.start(1)  # relevance is each sample's own, no mean of a loss
+    labels = batch.kwargs.pop("labels", None)  # they are explained; the network's own loss is not asked for
+    batch.targets = batch.targets or (() if labels is None else (labels,))
+    record.start(batch.size)
     with Relevance():
         output = batch.run(twin)
     logits = latest(output if isinstance(output, Tensor) else _logits(output))
@@ -92,9 +94,7 @@ def _logits(output: Any) -> Tensor:
 
 
 def _one_hot(logits: Tensor, batch: Batch) -> Tensor:
-    targets = batch.targets[0] if batch.targets else batch.kwargs.get("labels")
-    if targets is None:
-        targets = logits.detach().argmax(1)
+    targets = batch.targets[0] if batch.targets else logits.detach().argmax(1)
     ok = isinstance(targets, Tensor) and targets.shape == logits.shape[:1] and not targets.is_floating_point()
     if not ok or targets.min() < 0 or targets.max() >= logits.shape[1]:
         raise ScoreError(
@@ -117,8 +117,10 @@ def fold_norms_(twin: nn.Module, probe: Probe) -> None:
         norm = next(iter(found))
         if len(found) == 1 and norm is not None and f"{writer}.weight" in axes:
             layer, module = twin.get_submodule(writer), twin.get_submodule(norm)
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_var is not None:
-                _fold_(layer, module, axes[f"{writer}.weight"])
+            axis = axes[f"{writer}.weight"]
+            variance = module.running_var if isinstance(module, nn.modules.batchnorm._BatchNorm) else None
+            if variance is not None and len(variance) == layer.get_parameter("weight").shape[axis]:
+                _fold_(layer, module, axis)
 
 
 def _fold_(layer: Any, norm: Any, axis: int) -> None:

@@ -23,19 +23,26 @@ class Recording:
     def __init__(self, watches: list[Watch]) -> None:
         self.watches = watches
         self.sums = [torch.zeros(watch.units, dtype=torch.float64) for watch in watches]
-        self.backwards = 0
+        self.seen = [0] * len(watches)
+        """How often gradients have come to each site."""
 
     def add(self, number: int, value: Tensor, gradient: Tensor) -> None:
         """One call's part of one backward pass."""
         watch = self.watches[number]
-        moved = -(watch.laid_out(value) * watch.laid_out(gradient)).sum((0, 1), keepdim=True)[0]
+        moved = -(watch.laid_out(value, 1) * watch.laid_out(gradient, 1)).sum((0, 1), keepdim=True)[0]
         self.sums[number] += watch.by_unit(moved)[0].to(self.sums[number])
-        self.backwards += number == 0
+        self.seen[number] += 1
 
     def values(self) -> Values:
         """The sums, by stream and layer."""
-        if not self.backwards:
+        if not any(self.seen):
             raise ScoreError("nothing was recorded; train the network inside of record_movement first")
+        for number, watch in enumerate(self.watches):
+            if not self.seen[number]:
+                raise ScoreError(
+                    f"nothing was recorded at {watch.site.module!r}, which the network does not call by itself; use "
+                    "score(net, batches, 'movement') instead"
+                )
         found: Values = {}
         for watch, total in zip(self.watches, self.sums, strict=True):
             place = watch.site.stream, watch.site.writer
@@ -63,7 +70,7 @@ class Movement(ActivationCriterion):
         """A score for every unit that is left, by stream and layer."""
         if self.recording is None:
             return super().measure(probe, batches, loss)
-        probe.samples = self.recording.backwards
+        probe.samples = max(self.recording.seen)
         return self.recording.values()
 
 

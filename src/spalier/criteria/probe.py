@@ -58,7 +58,7 @@ class Probe:
                 weight = fused_value(owners, member.tensor) if fused else plain
                 rows = weight.detach().movedim(member.axis, 0).flatten(1)
                 if folded and place in norms:
-                    rows = rows * _norm_scale(self.net.get_submodule(norms[place]))[:, None]
+                    rows = _folded(rows, self.net.get_submodule(norms[place]))
                 left = self.kept.of(self.structure, member.tensor)[member.axis]
                 yield place, _by_unit(rows, member.units[left])
 
@@ -70,8 +70,8 @@ class Probe:
             made = self._copied(fused)
         except RuntimeError as error:  # a module has kept a tensor of an earlier forward, with its graph
             raise ScoreError(
-                f"the network cannot be copied: {first_line(error)}; run it once under torch.no_grad(), so that what its "
-                "modules keep can be"
+                f"the network cannot be copied: {first_line(error)}; run it once under torch.no_grad(), so that what "
+                "its modules keep can be"
             ) from error
         for parameter in made.parameters():
             parameter.requires_grad_(False)
@@ -140,7 +140,8 @@ class Probe:
             record.start(batch.size)
             output = batch.run(twin)
             if gradients:
-                loss_of(loss, output, batch, twin).backward()
+                value = loss_of(loss, output, batch, twin)
+                (value * batch.size).backward()  # the mean of all; here every sample counts as one
 
 
 class Totals:
@@ -216,6 +217,15 @@ def _without_updates(net: nn.Module) -> nn.Module:
     return fuse(twin)
 
 
+def _folded(rows: Tensor, norm: Any) -> Tensor:
+    """Weights by output with a batch norm in them; those of a grouped, transposed layer lie group by group."""
+    if norm.running_var is None:
+        return rows  # it divides by the statistics of each batch
+    scale = _norm_scale(norm)
+    groups = len(scale) // len(rows)
+    return (rows.view(len(rows), groups, -1) * scale.view(groups, -1).T[:, :, None]).flatten(1)
+
+
 def _norm_scale(norm: nn.Module) -> Tensor:
     """What a batch norm in eval mode multiplies each channel by."""
     variance: Tensor = norm.running_var  # type: ignore[assignment]
@@ -237,6 +247,10 @@ def structure_of(net: nn.Module, given: Structure | None) -> Structure:
     """The structure that was passed, or the one that an adapted network remembers."""
     if not isinstance(net, nn.Module):
         raise ConfigError(f"net is a {type(net).__name__}, expected a torch.nn.Module")
+    if isinstance(net, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            f"net is wrapped in {type(net).__name__}; pass the network inside of it, net.module"
+        )
     if given is not None:
         if not isinstance(given, Structure):
             raise ConfigError(f"structure is a {type(given).__name__}, expected what trace returns")

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from spalier.criteria.batches import Batch, batches_of, loss_of
 from spalier.criteria.criterion import Criterion
 from spalier.criteria.probe import Probe, Totals, Values
-from spalier.criteria.watching import Watch
+from spalier.criteria.watching import Watch, sample_axis
 from spalier.errors import ScoreError
 from spalier.structure.capture import in_eval_mode
 
@@ -31,11 +31,11 @@ class SecondOrder(Criterion):
         """A score for every unit that is left, by stream and layer."""
         twin = probe.twin()
         watches = [probe.watch(site) for site in probe.sites()]
-        totals = Totals(watches)
-        with in_eval_mode(twin), _gated(twin, watches) as gates, sdpa_kernel(SDPBackend.MATH):
+        totals, samples = Totals(watches), [0]
+        with in_eval_mode(twin), _gated(twin, watches, samples) as gates, sdpa_kernel(SDPBackend.MATH):
             for batch in batches_of(batches, probe.net, self.name):
                 with torch.inference_mode(False), torch.enable_grad():
-                    totals.add(_one(twin, batch, loss, gates), batch)
+                    totals.add(_one(twin, batch, loss, gates, samples), batch)
         probe.samples = totals.samples
         return totals.means()
 
@@ -49,7 +49,8 @@ Gates = list[list[Tensor]]
 """For each site, the gates of each call, (samples, units)."""
 
 
-def _one(twin: nn.Module, batch: Batch, loss: Any, gates: Gates) -> list[Tensor | None]:
+def _one(twin: nn.Module, batch: Batch, loss: Any, gates: Gates, samples: list[int]) -> list[Tensor | None]:
+    samples[:] = [batch.size]
     for each in gates:
         each.clear()
     value = loss_of(loss, batch.run(twin), batch, twin) * batch.size  # the sum of the samples' own losses
@@ -75,12 +76,12 @@ def _sensitivity(calls: list[tuple[Tensor, Tensor]]) -> Tensor | None:
 
 
 @contextmanager
-def _gated(net: nn.Module, watches: list[Watch]) -> Iterator[Gates]:
+def _gated(net: nn.Module, watches: list[Watch], samples: list[int]) -> Iterator[Gates]:
     """Multiply every unit by a gate of its own for each sample."""
     gates: Gates = [[] for _ in watches]
     handles = []
     for number, watch in enumerate(watches):
-        module, gate = net.get_submodule(watch.site.module), _Gate(watch, gates[number])
+        module, gate = net.get_submodule(watch.site.module), _Gate(watch, gates[number], samples)
         if watch.site.side == "output":
             handles.append(module.register_forward_hook(gate.output, prepend=True))
         else:
@@ -96,6 +97,8 @@ def _gated(net: nn.Module, watches: list[Watch]) -> Iterator[Gates]:
 class _Gate:
     watch: Watch
     gates: list[Tensor]
+    samples: list[int]
+    """How many samples the current batch has."""
 
     def output(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self._applied(output)
@@ -107,10 +110,15 @@ class _Gate:
         if not isinstance(value, Tensor):
             return value
         axis = self.watch.site.axis % value.dim()
-        samples = 1 if axis == 0 else len(value)
+        first = sample_axis(tuple(value.shape), axis, self.samples[0])
+        samples = 1 if first is None else self.samples[0]
         gate = torch.ones(samples, self.watch.units, dtype=value.dtype, device=value.device).requires_grad_()
         self.gates.append(gate)
         padded = torch.cat([gate, torch.ones_like(gate[:, :1])], 1)[:, self.watch.where.to(value.device)]
-        shape = [1] * value.dim()
-        shape[0], shape[axis] = samples if axis else value.shape[0], value.shape[axis]
-        return value * padded.reshape(shape)
+        if first is None:
+            return value * padded.view([-1 if a == axis else 1 for a in range(value.dim())])
+        padded = padded.repeat_interleave(
+            value.shape[first] // samples, 0
+        )  # windows of a sample share its gates
+        shape = [n if a in (first, axis) else 1 for a, n in enumerate(value.shape)]
+        return value * (padded if first < axis else padded.T).reshape(shape)

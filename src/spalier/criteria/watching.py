@@ -23,13 +23,14 @@ class Watch:
     """For each channel, the number of its unit among those that are left; one past the last for none."""
     units: int
 
-    def laid_out(self, value: Tensor) -> Tensor:
-        """A tensor as (samples, positions, channels)."""
+    def laid_out(self, value: Tensor, samples: int) -> Tensor:
+        """A tensor as (samples, positions, channels), in single precision at least."""
         axis = self.site.axis % value.dim()
-        if axis == 0:
-            return value.reshape(len(value), -1).T[None]
-        samples = len(value)
-        return value.movedim(axis, -1).reshape(samples, -1, value.shape[axis])
+        wide = value.float() if value.dtype.itemsize < 4 else value
+        first = sample_axis(tuple(value.shape), axis, samples)
+        if first is None:  # nothing counts samples: all of it is one
+            return wide.movedim(axis, -1).reshape(1, -1, value.shape[axis])
+        return wide.movedim((first, axis), (0, -1)).reshape(samples, -1, value.shape[axis])
 
     def by_unit(self, value: Tensor) -> Tensor:
         """Channels of one unit, added up: (samples, units) of (samples, channels)."""
@@ -43,6 +44,18 @@ class Watch:
         folded = value.new_zeros(len(value), self.units + 1)
         folded.index_add_(1, self.where.to(value.device), value)
         return folded[:, : self.units]
+
+
+def sample_axis(shape: tuple[int, ...], channel: int, samples: int) -> int | None:
+    """The axis that counts samples: the first, perhaps with windows of each sample in it, or another of that length.
+
+    >>> [sample_axis(shape, 2, samples=4) for shape in ((4, 7, 8), (7, 4, 8), (12, 7, 8), (5, 7, 8))]
+    [0, 1, 0, None]
+    """
+    axes = [axis for axis in range(len(shape)) if axis != channel]
+    exact = [axis for axis in axes if shape[axis] == samples]
+    whole = [axis for axis in axes if axis == 0 and shape[axis] % samples == 0]
+    return next(iter(exact + whole), None)
 
 
 class Record:
@@ -63,8 +76,6 @@ class Record:
     def add(self, number: int, value: Tensor) -> None:
         """Another call's numbers for one site, (samples, channels)."""
         value = self.watches[number].by_unit(value)
-        if len(value) == self.samples:
-            value = value * self.samples  # the loss is a mean over samples; here each counts as one
         before = self._values[number]
         self._values[number] = value if before is None else before + value
 
@@ -107,8 +118,8 @@ class _Tap:
             return value
         if not self.gradients:
             for number in self.numbers:
-                laid_out = self.record.watches[number].laid_out(value)
-                self.record.add(number, self.measure(laid_out, None) / self.record.samples)
+                laid_out = self.record.watches[number].laid_out(value, self.record.samples)
+                self.record.add(number, self.measure(laid_out, None))
             return value
         if not value.requires_grad:  # the first channels: nothing before them is asked for
             value = value.detach().requires_grad_().clone()
@@ -129,8 +140,8 @@ class _Tap:
             )
         for number in self.numbers:
             watch = self.record.watches[number]
-            values = None if kept is None else watch.laid_out(kept)
-            self.record.add(number, self.measure(values, watch.laid_out(gradient)))
+            values = None if kept is None else watch.laid_out(kept, self.record.samples)
+            self.record.add(number, self.measure(values, watch.laid_out(gradient, self.record.samples)))
 
 
 @contextmanager

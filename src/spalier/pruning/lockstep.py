@@ -56,7 +56,8 @@ class Lockstep:
             def hook(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
                 self._hand(name, output)
 
-            handles.append(self._net.get_submodule(name).register_forward_hook(hook))
+            layer = self._net.get_submodule(name)  # what it returns itself, before a gather spreads it
+            handles.append(layer.register_forward_hook(hook, prepend=True))
         try:
             with torch.no_grad():
                 self._net(*self._args, **self._kwargs)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from spalier.adapters.attach import detach_
 from spalier.adapters.attachment import Attachment, attachment_of, is_marked
 from spalier.adapters.changes import Changes
 from spalier.adapters.forward import updates
@@ -64,8 +65,8 @@ def prune_(
         optimizer: one or several, whose state is cut along.
         check: whether to compare with the masked network; on the meta device there is nothing to compare.
         recover: calibration batches, or a `Recovery` of them: batch norms take new statistics, and each adapter
-            becomes the low-rank update that best restores its layer's output, in closed form and without labels. What
-            was done is returned.
+            becomes the low-rank update that best restores its layer's output, in closed form and without labels. The
+            optimizer begins anew with what was set. What was done is returned.
 
     >>> from spalier import Plan, trace
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -115,6 +116,11 @@ def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool, recover: An
         changes.undo_()
         raise
     cut_optimizers_(optimizers, cutter.sliced)
+    for each in optimizers:
+        for parameter in (
+            () if recovered is None else recovered.parameters
+        ):  # its momentum was that of other factors
+            each.state.pop(parameter, None)
     if attachment is not None:
         attachment.pruned.keep_(changes)
     return recovered
@@ -209,6 +215,15 @@ def _parameters(owners: Mapping[str, list[Owner]], names: Iterable[str]) -> list
     return found
 
 
+def _whole(net: nn.Module) -> nn.Module:
+    """The unpruned network; an adapted one has it with it."""
+    if MARK not in net.__dict__:
+        return net
+    base = copy.deepcopy(net)
+    detach_(base)
+    return base
+
+
 def _has_no_values(net: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in net.parameters())
 
@@ -217,12 +232,12 @@ def _masked(
     net: nn.Module, structure: Structure, owners: Mapping[str, list[Owner]], before: Kept, left: Kept
 ) -> list[Any]:
     if structure.captured is None:
-        if structure.example is None or MARK in net.__dict__:
+        if structure.example is None or (MARK in net.__dict__ and not is_marked(net)):
             raise PruneError(
                 "the structure was loaded without the network's graph, which can be captured before the first pruning "
                 "only, so nothing can be compared; pass check=False, or trace the whole network first"
             )
-        capture_again_(net, structure)
+        capture_again_(_whole(net), structure)
     with preserved(net):
         try:
             outputs = masked_outputs(structure, partial(fused_value, owners), before, left)

@@ -12,7 +12,7 @@ input is what the layers before, recovered already, make of them. One forward pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,6 +77,8 @@ class Recovered:
     """For each layer that was set, how much of its output's variance was missing after the cut, and is now."""
     skipped: dict[str, str]
     """Layers that learn and were left as they were, and why."""
+    parameters: tuple[nn.Parameter, ...] = field(default=(), repr=False)
+    """What was set: an optimizer begins anew with these."""
 
     def __str__(self) -> str:
         rows = [[name, f"{a:.3f}", f"{b:.3f}"] for name, (a, b) in self.layers.items()]
@@ -93,15 +95,39 @@ def calibration_of(given: Any) -> tuple[Recovery, Any]:
     inputs = [_inputs(number, each) for number, each in enumerate(_iterated(recovery.batches))]
     if not inputs:
         raise RecoveryError("recovery needs calibration batches, and there are none; expected at least one")
+    order = list(inputs[0][1])  # by name, whatever order a batch has them in
+    inputs = [(args, {**{k: kw[k] for k in order if k in kw}, **kw}) for args, kw in inputs]
     flat = [tree_flatten(each) for each in inputs]
-    leaves = zip(*(values for values, _ in flat), strict=True)
+    if any(tree != flat[0][1] for _, tree in flat):
+        raise RecoveryError(
+            "the calibration batches cannot be put together; expected the same inputs in each"
+        )
+    sizes = [_samples(values) for values, _ in flat]
     try:
-        joined = [torch.cat(each) if isinstance(each[0], Tensor) else each[0] for each in leaves]
+        joined = [_joined(each, sizes) for each in zip(*(values for values, _ in flat), strict=True)]
     except (RuntimeError, ValueError) as error:
         raise RecoveryError(
-            f"the calibration batches cannot be put together ({first_line(error)}); expected inputs of one shape"
+            f"the calibration batches cannot be put together ({first_line(error)}); expected inputs of one shape, "
+            "samples along the first axis"
         ) from error
     return recovery, tree_unflatten(joined, flat[0][1])
+
+
+def _samples(leaves: Sequence[Any]) -> int:
+    """How many samples a batch has: the length of its first tensor."""
+    return next((len(t) for t in leaves if isinstance(t, Tensor) and t.dim()), 0)
+
+
+def _joined(each: Sequence[Any], sizes: list[int]) -> Any:
+    """Samples of all batches; what is no sample, a mask say, has to be the same in all."""
+    first = each[0]
+    if not isinstance(first, Tensor):
+        return first
+    if all(t.dim() and len(t) == n for t, n in zip(each, sizes, strict=True)):
+        return torch.cat(list(each))
+    if all(torch.equal(t, first) for t in each):
+        return first
+    raise ValueError("an input that does not count samples differs from batch to batch")
 
 
 def _iterated(batches: Any) -> Iterable[Any]:
@@ -141,20 +167,25 @@ def recover_(
     """Recover a network that was just cut; ``teacher`` is what it was before, ``outputs`` what stayed of its layers."""
     device = next((p.device for p in net.parameters()), torch.device("cpu"))
     args, kwargs = tree_map_only(Tensor, lambda t: t.to(device), inputs)
-    samples = len(next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)))
+    samples = _samples([*args, *kwargs.values()])
     with ExitStack() as stack:
         stack.enter_context(in_eval_mode(net))
         stack.enter_context(in_eval_mode(teacher))
         norms = _recalibrating(net, changes) if recovery.norms else []
-        work = _Work(net, attachment, recovery, outputs, centred, changes)
+        work = _Work(net, attachment, recovery, outputs, centred if recovery.norms else set(), changes)
         if (recovery.adapters or recovery.head) and attachment is not None:
             work.choose(args, kwargs)
             stack.enter_context(work.in_step_with(teacher, args, kwargs))
         with _in_train_mode(norms):
-            net(*args, **kwargs)
+            try:
+                net(*args, **kwargs)
+            except (RuntimeError, ValueError) as error:
+                raise RecoveryError(
+                    f"the network does not run on the calibration batches: {first_line(error)}"
+                ) from error
     _check_finite(net)
     broadcast_([*work.set, *_buffers(norms)])
-    return Recovered(samples, len(norms), work.layers, work.skipped)
+    return Recovered(samples, len(norms), work.layers, work.skipped, tuple(work.set))
 
 
 @dataclass(frozen=True)
@@ -163,6 +194,11 @@ class _Task:
 
     layer: Any
     update: Update | None
+
+    @property
+    def key(self) -> object:
+        """What tied layers have in common."""
+        return self.layer.weight if self.update is None else self.update
 
     @property
     def learned(self) -> list[nn.Parameter]:
@@ -193,12 +229,15 @@ class _Work:
 
     def choose(self, args: Any, kwargs: Any) -> None:
         """The layers that can be solved: plain ones, called once."""
-        few = tree_map_only(Tensor, lambda t: t[:2], (args, kwargs))
+        total = _samples([*args, *kwargs.values()])
+        few = tree_map_only(Tensor, lambda t: t[:2] if t.dim() and len(t) == total else t, (args, kwargs))
         calls = _calls(self.net, *few)
-        for name, task in self._learning().items():
+        learning = self._learning()
+        owners = Counter(task.key for task in learning.values())
+        for name, task in learning.items():
             if not (self.recovery.head if task.update is None else self.recovery.adapters):
                 continue
-            reason = _refusal(task, calls[task.layer])
+            reason = "it shares its weight" if owners[task.key] > 1 else _refusal(task, calls[task.layer])
             if reason:
                 self.skipped[name] = reason
             else:
@@ -221,10 +260,11 @@ class _Work:
             handles = []
             for name, task in self.chosen.items():
 
-                def hook(layer: nn.Module, given: Any, name: str = name, task: _Task = task) -> None:
-                    self._set_(name, task, given[0], before.output(name))
+                def hook(layer: Any, given: Any, named: Any, name: str = name, task: _Task = task) -> None:
+                    x = given[0] if given else next(iter(named.values()))
+                    self._set_(name, task, x, before.output(name))
 
-                handles.append(task.layer.register_forward_pre_hook(hook))
+                handles.append(task.layer.register_forward_pre_hook(hook, with_kwargs=True))
             try:
                 yield
             finally:
@@ -244,15 +284,19 @@ class _Work:
         missing = wanted if update is None else wanted - type(layer).forward(layer, x)
         for inputs, part in features(layer, x, missing, whole, self.recovery.rows):
             moments.add(inputs, part)
-        moments.power = float(_variance(wanted, axis, centred=moments.centred))
+        moments.power = _power(wanted, axis, centred=moments.centred)
         self.layers[name] = set_best_(
             moments, layer, update, self.recovery.ridge, self.changes, shifts=shifts
         )
 
 
-def _variance(values: Tensor, axis: int, *, centred: bool) -> Tensor:
-    rows = values.movedim(axis, -1).flatten(0, -2).double()
-    return (rows - rows.mean(0) if centred else rows).square().mean(0).sum()
+def _power(values: Tensor, axis: int, *, centred: bool) -> float:
+    """The mean square of all channels together, without their means if these do not matter."""
+    rows = values.movedim(axis, 1).reshape(len(values), values.shape[axis], -1)
+    count = len(rows) * rows.shape[2]
+    total = rows.square().sum(2).double().sum(0) / count
+    mean = rows.sum(2).double().sum(0) / count
+    return float((total - mean**2 if centred else total).sum())
 
 
 def _refusal(task: _Task, calls: int) -> str:
@@ -263,8 +307,9 @@ def _refusal(task: _Task, calls: int) -> str:
         return f"no regression for a {type(layer).__name__}"
     if getattr(layer, "groups", 1) > 1:
         return "its channels are in groups"
-    solved = update is None or isinstance(update, LowRank | Pointwise)
-    if not solved or getattr(update, "stays_whole", False):
+    if getattr(update, "stays_whole", False):
+        return "LoRA keeps all channels of the base"
+    if update is not None and not isinstance(update, LowRank | Pointwise):
         return f"no regression for {type(update).__name__}"
     if calls != 1:
         return f"it runs {calls} times in one forward"

@@ -37,9 +37,12 @@ class Moments:
         new = [
             torch.bmm(x, x.mT).sum(0, dtype=torch.float64),
             torch.bmm(x, missing.mT).sum(0, dtype=torch.float64),
-            missing.square().sum((0, 2), dtype=torch.float64),
-            x.sum((0, 2), dtype=torch.float64),
-            missing.sum((0, 2), dtype=torch.float64),
+            missing.square()
+            .sum(2)
+            .double()
+            .sum(0),  # a sample's own sum is short enough for single precision
+            x.sum(2).double().sum(0),
+            missing.sum(2).double().sum(0),
         ]
         self._sums = new if not self._sums else [a + b for a, b in zip(self._sums, new, strict=True)]
 

@@ -7,6 +7,7 @@ them. Sites are plain data, so a structure from the cache has them too.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -54,7 +55,8 @@ def find_sites(
     net: nn.Module, program: ExportedProgram, found: Findings, assembly: Assembly, names: Mapping[str, str]
 ) -> list[Site]:
     """The sites of every stream, in the streams' order; a stream that can be seen nowhere has none."""
-    search = _Search(net, found, assembly, _placeholders(program, names))
+    norms = Counter(module_of(n) for n in program.graph.nodes if operation(n) == "batch_norm")
+    search = _Search(net, found, assembly, _placeholders(program, names), norms)
     sites: list[Site] = []
     for number, stream in enumerate(assembly.streams):
         own = [m for m in stream.members if m.role == "writer"]
@@ -82,6 +84,8 @@ class _Search:
     found: Findings
     assembly: Assembly
     placeholders: Mapping[str, list[Node]]
+    norms: Counter[str]
+    """How often each batch norm runs."""
 
     def written(self, stream: int, member: Member) -> list[Site]:
         """What a writer returns, after its norm; nothing where some use of it is no module's own output."""
@@ -150,7 +154,7 @@ class _Search:
             return None
         if after is None or operation(after) != "batch_norm" or after.args[0] is not node:
             return node, None
-        end = self._end_of_norm(after)
+        end = None if self.norms[module_of(after)] > 1 else self._end_of_norm(after)  # else it is others' too
         return (node, None) if end is None else (end, module_of(after))
 
     def _end_of_norm(self, norm: Node) -> Node | None:
