@@ -32,7 +32,7 @@ import spalier as sp
 from spalier.criteria import CRITERIA, Gradient, Random, Taylor
 
 RESULTS = Path(__file__).parent / "results" / "recovery.json"
-TRAIN, TEST, CALIBRATION, BATCH = 5000, 2000, 1000, 100
+TRAIN, TEST, CALIBRATION, BATCH = 5000, 2000, 500, 100
 SEEDS = 3
 Images = tuple[Tensor, Tensor]
 
@@ -151,15 +151,17 @@ def criteria(net: nn.Module, batches: list[Any], test: Images) -> dict[str, Any]
     chosen: dict[str, list[Any]] = {name: [name] for name in CRITERIA} | literal
     chosen["random"] = [Random(seed=s) for s in range(3)]
     for name, several in chosen.items():
-        for channels in (0.5, 0.3):
-            rows = []
-            for each in several:
-                scores = sp.score(net, batches[:5], each, loss=F.cross_entropy)
+        rows = []
+        for each in several:
+            scores = sp.score(net, batches, each, loss=F.cross_entropy)
+            for channels in ("0.5", "0.3"):
                 small = copy.deepcopy(net)
-                plan = sp.select(small, scores, channels=channels, writers="free")
+                plan = sp.select(small, scores, channels=float(channels), writers="free")
                 sp.prune_(small, plan, recover=recoveries(batches)["norms"], check=False)
-                rows.append(accuracy(small, test))
-            found.setdefault(name, {})[str(channels)] = round(statistics.mean(rows), 2)
+                rows.append((channels, accuracy(small, test)))
+        for channels in ("0.5", "0.3"):
+            mean = statistics.mean(right for share, right in rows if share == channels)
+            found.setdefault(name, {})[channels] = round(mean, 2)
     return found
 
 
@@ -181,20 +183,22 @@ def one_shot(net: nn.Module, batches: list[Any], test: Images) -> dict[str, Any]
 def gradual(
     net: nn.Module, batches: list[Any], data: Images, test: Images, seed: int, epochs: float
 ) -> dict[str, Any]:
-    """Nine steps of ten percent; accuracy right after each step's last move."""
+    """Nine steps of ten percent; accuracy at some of them."""
     found: dict[str, Any] = {}
-    for name in ("nothing", "norms", "norms, adapters, head"):
+    for name in (
+        ("nothing", "norms, adapters, head") if epochs else ("nothing", "norms", "norms, adapters, head")
+    ):
         small = copy.deepcopy(net)
         schedule = sp.Schedule(
-            "iterative", end=0.1, step_size=0.1, batches=batches[:5], loss=F.cross_entropy,
+            "iterative", end=0.1, step_size=0.1, batches=batches, loss=F.cross_entropy,
             recover=recoveries(batches)[name] or False, options={"writers": "free"},
         )  # fmt: skip
         for step in range(1, 10):
             schedule.step(small, step / 10)
             if epochs:
                 train_(small, data, epochs, 0.05, seed)
-            left = f"{1 - step / 10:.1f}"
-            found.setdefault(name, {})[left] = accuracy(small, test)
+            if step in (3, 5, 7, 8, 9):
+                found.setdefault(name, {})[f"{1 - step / 10:.1f}"] = accuracy(small, test)
     return found
 
 
@@ -243,6 +247,18 @@ def markdown(report: dict[str, Any], part: str) -> str:
     return "\n".join(lines)
 
 
+def save(output: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """Put one seed's results among those of earlier runs."""
+    seeds = json.loads(output.read_text())["seeds"] if output.exists() else []
+    before: dict[str, Any] = next((s for s in seeds if s["seed"] == found["seed"]), {})
+    seeds = [s for s in seeds if s["seed"] != found["seed"]] + [{**before, **found}]
+    seeds.sort(key=lambda s: int(s["seed"]))
+    sizes = {"train": TRAIN, "test": TEST, "calibration": CALIBRATION}
+    report = {**sizes, "torch": torch.__version__, "seeds": seeds}
+    output.write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -250,24 +266,16 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=os.environ.get("SPALIER_DATA"))
     parser.add_argument("--weights", type=Path, default=os.environ.get("SPALIER_WEIGHTS"))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(SEEDS)))
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.data is None or options.weights is None:
         parser.error(
             "pass --data and --weights, or set SPALIER_DATA and SPALIER_WEIGHTS; see above for what is needed there"
         )
-    seeds = json.loads(options.output.read_text())["seeds"] if options.output.exists() else []
-    for seed in range(SEEDS):
+    for seed in options.seeds:
         found = run(options.data, options.weights, seed, options.parts, lambda text: print(text, flush=True))
-        seeds[seed : seed + 1] = [{**seeds[seed], **found} if seed < len(seeds) else found]
-        report = {
-            "train": TRAIN,
-            "test": TEST,
-            "calibration": CALIBRATION,
-            "torch": torch.__version__,
-            "seeds": seeds,
-        }
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        report = save(options.output, {"seed": seed, **found})
     for part in options.parts:
         print(f"\n{part}\n{markdown(report, part)}")
 
