@@ -276,7 +276,7 @@ class _Work:
         axis = -1 if isinstance(layer, nn.Linear) else 1 - layer.weight.dim()
         kept = self.outputs.get(name)
         if kept is not None:
-            wanted = wanted.index_select(axis, torch.from_numpy(kept).to(wanted.device))
+            wanted = _channels(wanted, axis, torch.from_numpy(kept).to(wanted.device))
         whole = update is None or (isinstance(update, LowRank) and update.down.dim() > 2)
         shifts = update is None and layer.bias is not None and name not in self.centred
         moments = Moments(centred=shifts or name in self.centred)
@@ -288,6 +288,13 @@ class _Work:
         self.layers[name] = set_best_(
             moments, layer, update, self.recovery.ridge, self.changes, shifts=shifts
         )
+
+
+def _channels(values: Tensor, axis: int, index: Tensor) -> Tensor:
+    """Some channels, in the layout that the others were in."""
+    if values.stride(axis) == 1:
+        return values.movedim(axis, -1).index_select(-1, index).movedim(-1, axis)
+    return values.index_select(axis, index)
 
 
 def _power(values: Tensor, axis: int, *, centred: bool) -> float:
