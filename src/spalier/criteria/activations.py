@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from spalier.criteria.criterion import ActivationCriterion
+from spalier.criteria.watching import mean_product
 
 
 @dataclass(frozen=True)
@@ -28,5 +29,4 @@ class Taylor(ActivationCriterion):
 
     def of_activations(self, values: Any, gradients: Any) -> Tensor:
         """Value times gradient, the mean over positions."""
-        products: Tensor = values * gradients
-        return products.mean(1)
+        return mean_product(values, gradients)

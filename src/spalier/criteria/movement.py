@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from spalier.criteria.criterion import ActivationCriterion
 from spalier.criteria.probe import Probe, Values, structure_of
-from spalier.criteria.watching import Watch
+from spalier.criteria.watching import Watch, mean_product
 from spalier.errors import ScoreError
 from spalier.structure.structure import Structure
 
@@ -63,8 +63,7 @@ class Movement(ActivationCriterion):
 
     def of_activations(self, values: Any, gradients: Any) -> Tensor:
         """Minus value times gradient, the sum over positions."""
-        products: Tensor = values * gradients
-        return -products.sum(1)
+        return mean_product(values, gradients) * -float(values.shape[1])
 
     def measure(self, probe: Probe, batches: Any, loss: Any) -> Values:
         """A score for every unit that is left, by stream and layer."""

@@ -66,12 +66,15 @@ class Record:
         self.samples = 0
         self._values: list[Tensor | None] = [None] * len(watches)
         self._returned: list[tuple[_Tap, Tensor, int]] = []
+        self.taps: list[_Tap] = []
 
     def start(self, samples: int) -> None:
         """Forget the batch before."""
         self.samples = samples
         self._values = [None] * len(self.watches)
         self._returned.clear()
+        for tap in self.taps:
+            tap.calls = 0
 
     def add(self, number: int, value: Tensor) -> None:
         """Another call's numbers for one site, (samples, channels)."""
@@ -106,6 +109,9 @@ class _Tap:
         self.gradients, self.values = gradients, values
         self.copies = values
         """Whether later code may write into what passes here (``out += x``), so that it has to be copied first."""
+        self.buffers: list[Tensor] = []
+        self.calls = 0
+        """How many of them this batch has used."""
 
     def output(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self.see(output)
@@ -126,11 +132,20 @@ class _Tap:
         if not self.values:
             value.register_hook(lambda gradient: self._measure(None, 0, gradient))
             return value
-        kept = value.detach().clone() if self.copies else value.detach()
+        kept = self._copied(value.detach()) if self.copies else value.detach()
         version = kept._version
         value.register_hook(lambda gradient: self._measure(kept, version, gradient))
         self.record.returned(self, value)
         return value
+
+    def _copied(self, value: Tensor) -> Tensor:
+        """A copy in memory that earlier batches had: fresh memory costs more than the copying."""
+        self.calls += 1
+        if len(self.buffers) < self.calls:
+            self.buffers.append(torch.empty_like(value))
+        if self.buffers[self.calls - 1].shape != value.shape:
+            self.buffers[self.calls - 1] = torch.empty_like(value)
+        return self.buffers[self.calls - 1].copy_(value)
 
     def _measure(self, kept: Tensor | None, version: int, gradient: Tensor) -> None:
         if kept is not None and kept._version != version:
@@ -167,6 +182,7 @@ def watched(
     handles = []
     for (module, side), numbers in places.items():
         tap = _Tap(record, numbers, measure, gradients, values)
+        record.taps.append(tap)
         child = net.get_submodule(module)
         if side == "output":  # before a gather spreads the channels
             handles.append(child.register_forward_hook(tap.output, prepend=True))
@@ -178,3 +194,21 @@ def watched(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def mean_product(values: Tensor, gradients: Tensor) -> Tensor:
+    """The mean over positions of two tensors' product, (samples, channels), without a product of all samples at once.
+
+    >>> mean_product(torch.ones(2, 3, 4), torch.full((2, 3, 4), 5.0))
+    tensor([[5., 5., 5., 5.],
+            [5., 5., 5., 5.]])
+    """
+    if values[0].numel() < _LARGE:
+        return (values * gradients).mean(1)
+    one = torch.empty_like(values[0])
+    means = [torch.mul(a, b, out=one).mean(0) for a, b in zip(values, gradients, strict=True)]
+    return torch.stack(means)
+
+
+_LARGE = 1 << 17
+"""From so many numbers of one sample on, fresh memory for all of them costs more than a loop."""
