@@ -230,7 +230,7 @@ def run(
 
 def markdown(report: dict[str, Any], part: str) -> str:
     """One part's table: mean and standard deviation over seeds."""
-    rows = [seed[part] for seed in report["seeds"]]
+    rows = [seed[part] for seed in report["seeds"] if part in seed]
     names = [name for name in rows[0] if name != "seconds"]
     columns = list(rows[0][names[0]])
     lines = [
