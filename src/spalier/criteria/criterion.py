@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spalier.criteria.probe import Probe, Values
 from spalier.criteria.scores import Normalise
+from spalier.errors import ScoreError
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Criterion:
 
     def measure(self, probe: Probe, batches: Any, loss: Any) -> Values:
         """A score for every unit that is left, by stream and layer."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how it measures; define measure()")
+        raise ScoreError(f"{type(self).__name__} does not say how it measures; define measure()")
 
     @property
     def name(self) -> str:
@@ -49,9 +50,7 @@ class WeightCriterion(Criterion):
 
     def of_weights(self, weights: Tensor) -> Tensor:
         """One number for each row: the fused weights that write one unit, (units, entries)."""
-        raise NotImplementedError(
-            f"{type(self).__name__} does not say what a weight is worth; define of_weights()"
-        )
+        raise ScoreError(f"{type(self).__name__} does not say what a weight is worth; define of_weights()")
 
     def measure(self, probe: Probe, batches: Any, loss: Any) -> Values:
         """A score for every unit that is left, by stream and layer."""
@@ -83,7 +82,7 @@ class ActivationCriterion(Criterion):
         Gradients are those of each sample's own loss. Channels of one unit, and calls of one layer, are added up; then
         the absolute value is taken for each sample, and the mean over all samples.
         """
-        raise NotImplementedError(
+        raise ScoreError(
             f"{type(self).__name__} does not say what an activation is worth; define of_activations()"
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from spalier.criteria.criterion import ActivationCriterion
 from spalier.criteria.probe import Probe, Values, structure_of
-from spalier.criteria.watching import Watch, mean_product
+from spalier.criteria.watching import Watch, mean_product, seeing
 from spalier.errors import ScoreError
 from spalier.structure.structure import Structure
 
@@ -78,32 +79,15 @@ def record_movement(net: nn.Module, structure: Structure | None = None) -> Itera
     """Add up movement while ``net`` trains inside of the block; then ``score(net, criterion=movement)``."""
     probe = Probe(net, structure_of(net, structure))
     recording = Recording([probe.watch(site) for site in probe.sites()])
-    handles = []
-    for number, watch in enumerate(recording.watches):
-        module, hook = net.get_submodule(watch.site.module), _Recorder(recording, number)
-        if watch.site.side == "output":
-            handles.append(module.register_forward_hook(hook.output, prepend=True))
-        else:
-            handles.append(module.register_forward_pre_hook(hook.input))
-    try:
+    places = [
+        (watch.site.module, watch.site.side, partial(_note, recording, number))
+        for number, watch in enumerate(recording.watches)
+    ]
+    with seeing(net, places):
         yield Movement(recording=recording)
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-@dataclass(frozen=True)
-class _Recorder:
-    recording: Recording
-    number: int
-
-    def output(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._see(output)
-
-    def input(self, module: nn.Module, args: Any) -> None:
-        self._see(args[0])
-
-    def _see(self, value: Any) -> None:
-        if isinstance(value, Tensor) and value.requires_grad:
-            kept = value.detach().clone()  # later code may write into it
-            value.register_hook(lambda gradient: self.recording.add(self.number, kept, gradient))
+def _note(recording: Recording, number: int, value: Tensor) -> None:
+    if value.requires_grad:
+        kept = value.detach().clone()  # later code may write into it
+        value.register_hook(lambda gradient: recording.add(number, kept, gradient))

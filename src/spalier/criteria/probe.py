@@ -208,11 +208,10 @@ def _norms_in_train_mode_(twin: nn.Module) -> None:
 
 def _without_updates(net: nn.Module) -> nn.Module:
     """A copy as if nothing had been learned but norms and head: what the published code scored."""
-    memo: dict[int, Any] = {}
-    twin = copy.deepcopy(net, memo)
-    for name, parameter in twin.named_parameters():
-        if "_adapter." in name:
-            with torch.no_grad():
+    twin = copy.deepcopy(net)
+    with torch.no_grad():
+        for entry in attachment_of(twin).updated:
+            for parameter in entry.update.parameters():
                 parameter.zero_()
     return fuse(twin)
 

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from spalier.criteria.batches import Batch, batches_of, loss_of
 from spalier.criteria.criterion import Criterion
 from spalier.criteria.probe import Probe, Totals, Values
-from spalier.criteria.watching import Watch, sample_axis
+from spalier.criteria.watching import Watch, sample_axis, seeing
 from spalier.errors import ScoreError
 from spalier.structure.capture import in_eval_mode
 
@@ -79,18 +79,12 @@ def _sensitivity(calls: list[tuple[Tensor, Tensor]]) -> Tensor | None:
 def _gated(net: nn.Module, watches: list[Watch], samples: list[int]) -> Iterator[Gates]:
     """Multiply every unit by a gate of its own for each sample."""
     gates: Gates = [[] for _ in watches]
-    handles = []
-    for number, watch in enumerate(watches):
-        module, gate = net.get_submodule(watch.site.module), _Gate(watch, gates[number], samples)
-        if watch.site.side == "output":
-            handles.append(module.register_forward_hook(gate.output, prepend=True))
-        else:
-            handles.append(module.register_forward_pre_hook(gate.input))
-    try:
+    places = [
+        (watch.site.module, watch.site.side, _Gate(watch, made, samples).applied)
+        for watch, made in zip(watches, gates, strict=True)
+    ]
+    with seeing(net, places):
         yield gates
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass(frozen=True)
@@ -100,15 +94,8 @@ class _Gate:
     samples: list[int]
     """How many samples the current batch has."""
 
-    def output(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self._applied(output)
-
-    def input(self, module: nn.Module, args: Any) -> Any:
-        return (self._applied(args[0]), *args[1:])
-
-    def _applied(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def applied(self, value: Tensor) -> Tensor:
+        """Every unit of every sample times a gate of its own."""
         axis = self.watch.site.axis % value.dim()
         first = sample_axis(tuple(value.shape), axis, self.samples[0])
         samples = 1 if first is None else self.samples[0]
@@ -117,8 +104,7 @@ class _Gate:
         padded = torch.cat([gate, torch.ones_like(gate[:, :1])], 1)[:, self.watch.where.to(value.device)]
         if first is None:
             return value * padded.view([-1 if a == axis else 1 for a in range(value.dim())])
-        padded = padded.repeat_interleave(
-            value.shape[first] // samples, 0
-        )  # windows of a sample share its gates
+        windows = value.shape[first] // samples  # those of one sample share its gates
+        padded = padded.repeat_interleave(windows, 0)
         shape = [n if a in (first, axis) else 1 for a, n in enumerate(value.shape)]
         return value * (padded if first < axis else padded.T).reshape(shape)

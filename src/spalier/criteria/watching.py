@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spalier.errors import ScoreError
-from spalier.structure.sites import Site
+from spalier.structure.sites import Side, Site
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Record:
 
     def take(self) -> list[Tensor | None]:
         """The batch's numbers, (samples, units) for each site."""
-        for tap, tensor, version in self._returned:
-            tap.copies = tensor._version != version
+        for tap in {tap for tap, *_ in self._returned}:
+            tap.copies = any(t._version != version for each, t, version in self._returned if each is tap)
         self._returned.clear()
         return self._values
 
@@ -113,15 +113,8 @@ class _Tap:
         self.calls = 0
         """How many of them this batch has used."""
 
-    def output(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.see(output)
-
-    def input(self, module: nn.Module, args: Any) -> Any:
-        return (self.see(args[0]), *args[1:])
-
-    def see(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def see(self, value: Tensor) -> Tensor:
+        """What passes; the network goes on with what is returned."""
         if not self.gradients:
             for number in self.numbers:
                 laid_out = self.record.watches[number].laid_out(value, self.record.samples)
@@ -174,26 +167,51 @@ def watched(
     ``before_norm`` is where the published code looked.
     """
     record = Record(watches)
-    places: dict[tuple[str, str], list[int]] = {}
+    places: dict[tuple[str, Side], list[int]] = {}
     for number, watch in enumerate(watches):
         site = watch.site
         module = site.writer if before_norm and site.norm else site.module
         places.setdefault((module, site.side), []).append(number)
+    taps = {place: _Tap(record, numbers, measure, gradients, values) for place, numbers in places.items()}
+    record.taps = list(taps.values())
+    with (
+        seeing(net, [(module, side, tap.see) for (module, side), tap in taps.items()]),
+        torch.enable_grad() if gradients else torch.no_grad(),
+    ):
+        yield record
+
+
+See = Callable[[Tensor], Tensor | None]
+"""Sees a tensor, and may give another one to go on with."""
+
+
+@contextmanager
+def seeing(net: nn.Module, places: Iterable[tuple[str, Side, See]]) -> Iterator[None]:
+    """Let functions see what modules take or return, before a gather spreads it."""
     handles = []
-    for (module, side), numbers in places.items():
-        tap = _Tap(record, numbers, measure, gradients, values)
-        record.taps.append(tap)
-        child = net.get_submodule(module)
-        if side == "output":  # before a gather spreads the channels
-            handles.append(child.register_forward_hook(tap.output, prepend=True))
+    for path, side, see in places:
+        module = net.get_submodule(path)
+        if side == "output":
+            handles.append(module.register_forward_hook(_of_output(see), prepend=True))
         else:
-            handles.append(child.register_forward_pre_hook(tap.input))
+            handles.append(module.register_forward_pre_hook(_of_input(see)))
     try:
-        with torch.no_grad() if not gradients else torch.enable_grad():
-            yield record
+        yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _of_output(see: See) -> Callable[..., Any]:
+    return lambda module, args, output: see(output) if isinstance(output, Tensor) else None
+
+
+def _of_input(see: See) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: Any) -> Any:
+        found = see(args[0]) if args and isinstance(args[0], Tensor) else None
+        return None if found is None else (found, *args[1:])
+
+    return hook
 
 
 def mean_product(values: Tensor, gradients: Tensor) -> Tensor:

@@ -152,6 +152,17 @@ def operation(node: Node) -> str:
     return name if name.startswith("__") else name.rstrip("_")
 
 
+def placeholders(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, list[Node]]:
+    """Where each parameter or buffer comes into the graph, by its first name."""
+    signature = program.graph_signature
+    owners = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    nodes: dict[str, list[Node]] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and owners.get(node.name) in names:
+            nodes.setdefault(names[owners[node.name]], []).append(node)
+    return nodes
+
+
 def module_of(node: Node) -> str:
     """The path of the innermost module whose forward calls this operation."""
     stack = node.meta.get("nn_module_stack") or {}

@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from spalier.adapters.layers import Added
-from spalier.structure.capture import module_of, operation
+from spalier.structure.capture import module_of, operation, placeholders
 from spalier.structure.streams import Assembly, Member, Placed
 from spalier.structure.values import Value
 from spalier.structure.walk import Findings
@@ -56,7 +56,7 @@ def find_sites(
 ) -> list[Site]:
     """The sites of every stream, in the streams' order; a stream that can be seen nowhere has none."""
     norms = Counter(module_of(n) for n in program.graph.nodes if operation(n) == "batch_norm")
-    search = _Search(net, found, assembly, _placeholders(program, names), norms)
+    search = _Search(net, found, assembly, placeholders(program, names), norms)
     sites: list[Site] = []
     for number, stream in enumerate(assembly.streams):
         own = [m for m in stream.members if m.role == "writer"]
@@ -66,16 +66,6 @@ def find_sites(
             seen = [site for member in read for site in search.read(number, member)]
         sites += seen
     return sites
-
-
-def _placeholders(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, list[Node]]:
-    signature = program.graph_signature
-    owners = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    nodes: dict[str, list[Node]] = {}
-    for node in program.graph.nodes:
-        if node.op == "placeholder" and owners.get(node.name) in names:
-            nodes.setdefault(names[owners[node.name]], []).append(node)
-    return nodes
 
 
 @dataclass(frozen=True)

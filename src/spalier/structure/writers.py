@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from spalier.adapters.layers import Added
-from spalier.structure.capture import module_of, operation
+from spalier.structure.capture import module_of, operation, placeholders
 from spalier.structure.streams import Assembly, Member, Stream
 from spalier.structure.values import Value
 from spalier.structure.walk import Findings
@@ -42,7 +42,8 @@ def free_writers(
     net: nn.Module, program: ExportedProgram, found: Findings, assembly: Assembly, names: Mapping[str, str]
 ) -> list[FreeWriter]:
     """Every layer of the network that can be a free writer, in the streams' order."""
-    users = _users(program, names)
+    found_at = placeholders(program, names)
+    users = {name: [user for node in nodes for user in node.users] for name, nodes in found_at.items()}
     writers = []
     for number, stream in enumerate(assembly.streams):
         chosen = [m for m in stream.members if m.role == "writer" and _is_plain(m, stream)]
@@ -54,17 +55,6 @@ def free_writers(
 
 def _is_plain(member: Member, stream: Stream) -> bool:
     return np.array_equal(member.units, np.arange(stream.size))
-
-
-def _users(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, list[Node]]:
-    """The operations that take each parameter or buffer."""
-    signature = program.graph_signature
-    owners = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    users: dict[str, list[Node]] = {}
-    for node in program.graph.nodes:
-        if node.op == "placeholder" and owners.get(node.name) in names:
-            users.setdefault(names[owners[node.name]], []).extend(node.users)
-    return users
 
 
 def _free(
