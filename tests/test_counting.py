@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import zoo
 from support import assert_unchanged, awaken_, snapshot
 from torch import nn
 
@@ -199,3 +200,13 @@ def test_a_failing_example_leaves_the_network_as_it_was():
     with pytest.raises(ExampleError):
         sp.count(net, torch.randn(1, 5, 32, 32))
     assert_unchanged(net, before)
+
+
+def test_a_network_whose_parameters_are_handed_to_its_modules_is_counted():
+    """PyTorch's counter stumbles over the class token of CaiT as long as it learns."""
+    entry = zoo.by_name("timm/cait_xxs24_224")
+    net = entry.make().requires_grad_(True)
+    found = sp.count(net, entry.example())
+    assert found.macs == sp.count(entry.make().requires_grad_(False), entry.example()).macs > 0
+    assert found.learned == found.parameters
+    assert all(p.requires_grad for p in net.parameters())

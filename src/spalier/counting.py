@@ -174,9 +174,12 @@ def _as_plain(net: nn.Module) -> Iterator[None]:
     """Run the base's shapes, in eval mode, where every operation can be seen; afterwards all is as before."""
     diverted = [m for m in net.modules() if is_diverted(m)]
     training = {m: m.training for m in net.modules()}
+    learning = [p for p in net.parameters() if p.requires_grad]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     for module in diverted:
         undivert_(module)
+    for parameter in learning:  # PyTorch's counter stumbles over a module that is given one that learns
+        parameter.requires_grad_(False)
     net.eval()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -184,6 +187,8 @@ def _as_plain(net: nn.Module) -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
+        for parameter in learning:
+            parameter.requires_grad_(True)
         for module, mode in training.items():
             module.training = mode
         for module in diverted:

@@ -1,5 +1,7 @@
 """Scores sample by sample and channel by channel, by plain autograd on the fused network."""
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -19,34 +21,45 @@ def seen_at(net: nn.Module, module: str, x: torch.Tensor) -> tuple[torch.Tensor,
     return out, kept[0]
 
 
-def taylor(net, module, images, labels):
-    """Mean over samples of |mean over positions of activation times gradient|."""
-    total = 0
-    for x, y in zip(images, labels, strict=True):
-        out, value = seen_at(net, module, x[None])
-        (gradient,) = torch.autograd.grad(F.cross_entropy(out, y[None]), value)
-        total = total + (value * gradient).detach()[0].mean((1, 2)).abs()
-    return total / len(images)
-
-
-def gradient(net, module, images, labels):
-    """Mean over samples of |mean over positions of the gradient|."""
+def _mean_over_samples(net, module, images, labels, worth):
+    """The mean of what one sample's activation and gradient, (channels, height, width), are worth."""
     total = 0
     for x, y in zip(images, labels, strict=True):
         out, value = seen_at(net, module, x[None])
         (slope,) = torch.autograd.grad(F.cross_entropy(out, y[None]), value)
-        total = total + slope[0].mean((1, 2)).abs()
+        total = total + worth(value.detach()[0], slope[0])
     return total / len(images)
+
+
+def taylor(net, module, images, labels):
+    """|mean over positions of activation times gradient|."""
+    return _mean_over_samples(net, module, images, labels, lambda a, g: (a * g).mean((1, 2)).abs())
+
+
+def gradient(net, module, images, labels):
+    """|mean over positions of the gradient|."""
+    return _mean_over_samples(net, module, images, labels, lambda a, g: g.mean((1, 2)).abs())
 
 
 def movement(net, module, images, labels):
     """What the loss gains, to first order, when a channel is taken away."""
-    total = 0
-    for x, y in zip(images, labels, strict=True):
-        out, value = seen_at(net, module, x[None])
-        (slope,) = torch.autograd.grad(F.cross_entropy(out, y[None]), value)
-        total = total - (value * slope).detach()[0].sum((1, 2))
-    return total / len(images)
+    return _mean_over_samples(net, module, images, labels, lambda a, g: -(a * g).sum((1, 2)))
+
+
+def literal_taylor(net, module, batches):
+    """|sum over everything of output times gradient| at a convolution, norms in train mode, adapters left out."""
+    twin = copy.deepcopy(net)
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            if "_adapter." in name:
+                parameter.zero_()
+    total = samples = 0
+    for x, y in batches:
+        out, value = seen_at(twin.train(), module, x)
+        (slope,) = torch.autograd.grad(len(x) * F.cross_entropy(out, y), value)
+        total = total + (value * slope).detach().mean((2, 3)).sum(0)
+        samples += len(x)
+    return total.abs() / samples
 
 
 def second_order(net, modules, module, images, labels):

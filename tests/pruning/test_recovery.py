@@ -295,7 +295,6 @@ def test_each_part_of_it_raises_accuracy_before_any_training(channels, accuracie
     assert (rows[:, 1] > rows[:, 0]).all(), rows  # (a) over nothing
     assert (rows[:, 3] > rows[:, 1] + 3).all(), rows  # (b) over (a) alone
     assert rows[:, 2].mean() > rows[:, 1].mean(), rows  # of (b), the adapters without the head
-    assert (rows[:, 3] > 0.6 * 95).all() or channels == 0.3, rows
 
 
 # what a review found
