@@ -1,6 +1,7 @@
 """Plans that meet a budget to one unit, and predictions that come true."""
 
 import copy
+import dataclasses
 import itertools
 import math
 
@@ -432,3 +433,11 @@ def test_protected_adapters_keep_their_rank():
     plan = sp.select(net, rank=0.7, protect="self_attn")
     assert "self_attn.in_proj_weight" not in plan.ranks
     assert plan.ranks
+
+
+def test_a_budget_of_what_cannot_be_counted_is_refused():
+    structure = dataclasses.replace(STRUCTURE, example=None)
+    net = DigitNet(8).eval()
+    scores = sp.score(net, criterion="weight", structure=structure)
+    refused("cannot be counted", scores, macs=0.5, net=net)
+    assert sp.select(net, scores, channels=0.5).prediction.macs is None

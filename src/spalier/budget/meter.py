@@ -16,7 +16,7 @@ from spalier.adapters.forward import updates
 from spalier.adapters.layers import is_norm
 from spalier.adapters.updates import LowRank
 from spalier.counting import count
-from spalier.errors import SpalierError
+from spalier.errors import BudgetError, SpalierError
 from spalier.pruning.cuts import adapter_path, cuts_of, owners_of
 from spalier.pruning.kept import Kept, kept_of
 from spalier.pruning.plan import Plan
@@ -34,6 +34,8 @@ class Meter:
     def __init__(self, net: nn.Module, structure: Structure) -> None:
         self.net, self.structure = net, structure
         self.kept = kept_of(net, structure)
+        self._uncounted = ""
+        """Why nothing can be counted, if so."""
         self.whole = Kept(tuple(np.ones(s.size, bool) for s in structure.streams), {})
         self.owners = owners_of(net, structure.names)
         self.writers = sorted(
@@ -52,6 +54,11 @@ class Meter:
 
     def macs(self, kept: Kept) -> int:
         """Multiply-accumulates of one sample of the example; what the structure does not know of stays as it is."""
+        if self._counted is None:
+            raise BudgetError(
+                f"the multiply-accumulates of this network cannot be counted ({self._uncounted}); use another budget, "
+                "or trace it with an example that says how many samples it holds"
+            )
         return (self._terms(kept) + self._unknown) // self._samples
 
     def task_bytes(self, kept: Kept, ranks: Ranks) -> int:
@@ -150,9 +157,13 @@ class Meter:
     @cached_property
     def _counted(self) -> Any:
         """What the network computes now; None where the example is gone or does not say."""
+        if self.structure.example is None:
+            self._uncounted = "it was traced elsewhere, and there is no example"
+            return None
         try:
-            return count(self.net, self.structure.example) if self.structure.example is not None else None
-        except SpalierError:
+            return count(self.net, self.structure.example)
+        except SpalierError as error:  # a plan then says nothing of MACs, and a budget of them is refused
+            self._uncounted = str(error)
             return None
 
     def predict(self, plan: Plan, kept: Kept) -> Prediction:
