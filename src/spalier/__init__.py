@@ -14,9 +14,13 @@ if TYPE_CHECKING:
     from spalier import criteria
     from spalier.budget import select
     from spalier.criteria import Scores, score
-    from spalier.pruning import Plan, Recovery, kept_units, prune_, resizes
+    from spalier.pruning.attributes import resizes
+    from spalier.pruning.kept import kept_units
+    from spalier.pruning.plan import Plan
+    from spalier.pruning.prune import prune_
+    from spalier.pruning.recovery import Recovery
     from spalier.scheduling import Schedule
-    from spalier.structure import Structure
+    from spalier.structure.structure import Structure
     from spalier.tracing import trace
 
 __version__ = "0.1.0"
@@ -48,14 +52,14 @@ __all__ = [
 
 # what only pruning needs, numpy above all, is imported when it is first asked for
 _LATER = {
-    "Plan": "pruning",
-    "Recovery": "pruning",
+    "Plan": "pruning.plan",
+    "Recovery": "pruning.recovery",
     "Schedule": "scheduling",
     "Scores": "criteria",
-    "Structure": "structure",
-    "kept_units": "pruning",
-    "prune_": "pruning",
-    "resizes": "pruning",
+    "Structure": "structure.structure",
+    "kept_units": "pruning.kept",
+    "prune_": "pruning.prune",
+    "resizes": "pruning.attributes",
     "score": "criteria",
     "select": "budget",
     "trace": "tracing",

@@ -114,3 +114,55 @@ class RecoveryError(SpalierError):
     """A pruned network cannot be recovered from these batches; it is as it was before."""
 
     code = "recovery"
+
+
+class TaskFileError(SpalierError):
+    """A task file, a task's name or a store is not what it has to be; the base is untouched.
+
+    ``code`` says what is wrong, one of `TASK_FILE_CODES`.
+    """
+
+    code = "task-file"
+
+    def __init__(self, code: str, message: str) -> None:
+        assert code in TASK_FILE_CODES, code
+        super().__init__(code, message)
+        self.code = code
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
+TASK_FILE_CODES = {
+    "missing": "there is no such file or task",
+    "unreadable": "the file or folder cannot be opened or read",
+    "not-regular": "a folder, device, pipe or socket instead of a regular file",
+    "symlink": "a symbolic link",
+    "hard-link": "the file has another name elsewhere",
+    "changed": "the file was changed while it was read",
+    "foreign": "another format: pickle, zip, archive, plain text",
+    "truncated": "the file ends too early",
+    "too-large": "larger than the limit, or than memory",
+    "header-length": "the header's length is impossible",
+    "header": "the header is not strict JSON in UTF-8, or not of this shape",
+    "tensors": "tensors that a task does not have, or lacks",
+    "dtype": "a tensor of another dtype",
+    "ranges": "ranges that overlap, leave gaps or end elsewhere than the file",
+    "version": "a format version that is not known",
+    "metadata": "the description lacks a field, or has one of another kind",
+    "text": "text with control characters, or too much of it",
+    "table": "the layer table is not strict JSON, or contradicts itself",
+    "mask": "a mask of another length, without units, or with bits beyond them",
+    "sizes": "tensors that are longer or shorter than the table says",
+    "non-finite": "NaN or infinite numbers",
+    "base": "the base is another architecture",
+    "base-values": "the base has other weights",
+    "overflow": "fusing gives numbers beyond the base's dtype",
+    "storage": "numbers that the storage dtype cannot hold",
+    "fold": "a batch norm that cannot be folded exactly",
+    "name": "a name that a task cannot have",
+    "exists": "a task of that name is there already",
+    "write": "the file could not be written; what was there is still there",
+    "hub": "the hub refused, or has no such task",
+}
+"""What can be wrong with a task file, by code; codes never change."""

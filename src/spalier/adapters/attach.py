@@ -17,7 +17,7 @@ from spalier.adapters.attachment import (
 from spalier.adapters.config import Adapter, Fit
 from spalier.adapters.finetune import FineTune
 from spalier.adapters.forward import adapted_reads, adapter_name
-from spalier.adapters.layers import Geometry, is_finite, is_norm, is_uninitialised
+from spalier.adapters.layers import Geometry, described, is_finite, is_norm, is_uninitialised
 from spalier.adapters.readers import read_layers
 from spalier.adapters.selection import Names, Targets, select_adaptable, select_named
 from spalier.adapters.summary import Row, Summary
@@ -49,7 +49,9 @@ def attach_(
     plan = _plan(names, adapter, targets, head, norms)
     updated = _build(names, plan, adapter)
     replaced = copies_of(list(names.of), set(plan.learned))
-    attachment = Attachment(net, adapter, _summarise(names, plan), updated, replaced)
+    attachment = Attachment(
+        net, adapter, _summarise(names, plan), updated, replaced, modules=described(net)
+    )
     attachment.apply_()
     _reach_readers_(names, attachment)
     return attachment.summary

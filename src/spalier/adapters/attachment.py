@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from spalier.adapters.changes import Changes
 from spalier.adapters.forward import OWN_FORWARD, adapter_name, divert_, undivert_
-from spalier.adapters.layers import Added
+from spalier.adapters.layers import Added, Described
 from spalier.adapters.updates import Update
 from spalier.errors import AttachmentError
 
@@ -66,6 +66,8 @@ class Attachment:
     diverted: list[nn.Module] = field(default_factory=list)
     pruned: Changes = field(default_factory=Changes)
     """What pruning has changed since."""
+    modules: tuple[Described, ...] = ()
+    """What the network was before it was adapted and pruned."""
     structure: Any = None
     """What `trace` found of the network, where an example was given; later calls take it from here."""
 

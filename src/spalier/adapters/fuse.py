@@ -30,7 +30,7 @@ def fuse(net: nn.Module) -> nn.Module:
     """
     attachment = attachment_of(net)
     attachment.check_present(whole=False)
-    _check_finite(net)
+    check_finite(net)
     memo: dict[int, object] = {}  # what deepcopy takes instead of copying
     for entry in attachment.updated:
         weight = entry.layer._parameters.get(entry.weight)
@@ -66,7 +66,8 @@ def _fused(entry: Updated, weight: Tensor) -> Tensor:
     return fused
 
 
-def _check_finite(net: nn.Module) -> None:
+def check_finite(net: nn.Module) -> None:
+    """Refuse a network whose training has diverged."""
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         learned = tensor.requires_grad or not isinstance(tensor, nn.Parameter)
         if learned and tensor.is_floating_point() and not is_finite(tensor):

@@ -8,6 +8,7 @@ that view alone.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -202,6 +203,24 @@ def is_uninitialised(net: nn.Module) -> bool:
 
 class Added(nn.Module):
     """A module that Spalier puts beside a network's own: adapters, gathers."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """A module as it prints itself, sizes and settings included."""
+
+    path: str
+    kind: str
+    settings: str
+
+
+def described(net: nn.Module) -> tuple[Described, ...]:
+    """Every module of a network, Spalier's own left out."""
+    return tuple(
+        Described(path, type(module).__qualname__, re.sub("0x[0-9a-f]+", "", module.extra_repr()))
+        for path, module in net.named_modules()
+        if not isinstance(module, Added)
+    )
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -119,12 +119,8 @@ class LowRank(Update):
 
     def forward(self, weight: Tensor) -> Tensor:
         """The fused weight, differentiable in the factors; the base weight is left as it is."""
-        shape, rank = self.geometry, self.rank
         down, up = self._left()
-        down = down.reshape(rank, shape.groups, shape.inputs // shape.groups, *down.shape[2:])
-        up = up.reshape(rank, shape.groups, shape.outputs // shape.groups)
-        delta = torch.einsum("rgo,rgi...->goi...", up, down)
-        return _added(weight, delta, shape)
+        return add_(weight.clone(), low_rank(down, up, self.geometry), self.geometry)
 
     def extra_repr(self) -> str:
         """What ``print`` shows of it."""
@@ -166,23 +162,34 @@ class Pointwise(Update):
 
     def forward(self, weight: Tensor) -> Tensor:
         """The fused weight, differentiable in the residual; the base weight is left as it is."""
-        shape = self.geometry
-        return _added(weight, self.residual.view(shape.groups, -1, self.residual.shape[1]), shape)
+        return add_(weight.clone(), pointwise(self.residual, self.geometry), self.geometry)
 
     def extra_repr(self) -> str:
         """What ``print`` shows of it."""
         return f"{self.geometry.inputs}, {self.geometry.outputs}"
 
 
-def _added(weight: Tensor, delta: Tensor, geometry: Geometry) -> Tensor:
-    """``weight`` plus a delta of (groups, out / groups, in / groups), or with the whole kernel behind it."""
-    fused = weight.clone()
-    view = geometry.grouped(fused)
+def low_rank(down: Tensor, up: Tensor, geometry: Geometry) -> Tensor:
+    """``up^T down`` for each group, as (groups, out / groups, in / groups), or with the whole kernel behind it."""
+    rank, groups = len(down), geometry.groups
+    down = down.reshape(rank, groups, geometry.inputs // groups, *down.shape[2:])
+    up = up.reshape(rank, groups, geometry.outputs // groups)
+    return torch.einsum("rgo,rgi...->goi...", up, down)
+
+
+def pointwise(residual: Tensor, geometry: Geometry) -> Tensor:
+    """A full matrix for each group."""
+    return residual.view(geometry.groups, -1, residual.shape[1])
+
+
+def add_(weight: Tensor, delta: Tensor, geometry: Geometry) -> Tensor:
+    """Add a delta of (groups, out / groups, in / groups), or with the whole kernel behind it, to a weight."""
+    view = geometry.grouped(weight)
     if delta.dim() < view.dim():
         for tap in geometry.centre:
             view = view.select(3, tap)
     view += delta
-    return fused
+    return weight
 
 
 def _symmetric(bound: float) -> tuple[float, float]:

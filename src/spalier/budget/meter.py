@@ -69,6 +69,15 @@ class Meter:
         masks = sum(math.ceil(size / 8) for size in bits)
         return 4 * (self.learned(kept, ranks) + self._statistics(kept)) + masks
 
+    def densities(self) -> dict[str, tuple[int, int] | None]:
+        """What is left of the base, and of how much: channels, weights, and MACs where they can be counted."""
+        known = self._counted is not None and not self._unknown
+        return {
+            "channels": (self.channels(self.kept), self.channels(self.whole)) if self.writers else None,
+            "weights": (self.parameters(self.kept), self.parameters(self.whole)),
+            "macs": (self.macs(self.kept), self.macs(self.whole)) if known else None,
+        }
+
     # details
 
     def _sizes(self, kept: Kept, tensor: str) -> list[int]:

@@ -16,6 +16,7 @@ from spalier.criteria.relevance import Relevance, latest
 from spalier.criteria.scores import Normalise
 from spalier.criteria.watching import Record, watched
 from spalier.errors import ScoreError
+from spalier.pruning.folding import fold_into_
 from spalier.structure.capture import in_eval_mode
 
 
@@ -120,23 +121,16 @@ def fold_norms_(twin: nn.Module, probe: Probe) -> None:
             axis = axes[f"{writer}.weight"]
             variance = module.running_var if isinstance(module, nn.modules.batchnorm._BatchNorm) else None
             if variance is not None and len(variance) == layer.get_parameter("weight").shape[axis]:
-                _fold_(layer, module, axis)
+                fold_into_(layer, module, axis)
+                _clear_(module)
 
 
-def _fold_(layer: Any, norm: Any, axis: int) -> None:
-    scale = torch.rsqrt(norm.running_var + norm.eps)
-    if norm.weight is not None:
-        scale = scale * norm.weight
-    shift = -norm.running_mean * scale if layer.bias is None else (layer.bias - norm.running_mean) * scale
-    if norm.bias is not None:
-        shift = shift + norm.bias
-    shape = [-1 if a == axis else 1 for a in range(layer.weight.dim())]
-    layer.weight = nn.Parameter(layer.weight * scale.view(shape), requires_grad=False)
-    layer.bias = nn.Parameter(shift, requires_grad=False)
+def _clear_(norm: Any) -> None:
+    """Let a norm that was folded pass on what it gets."""
     if type(norm).forward is nn.modules.batchnorm._BatchNorm.forward:
         norm.__dict__["forward"] = _as_it_is
         return
-    norm.running_mean, norm.running_var = torch.zeros_like(scale), torch.ones_like(scale)
+    norm.running_mean, norm.running_var = torch.zeros_like(norm.running_mean), torch.ones_like(norm.running_var)
     norm.eps, norm.weight, norm.bias = 0.0, None, None
 
 

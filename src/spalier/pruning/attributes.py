@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
@@ -19,7 +19,9 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from spalier.adapters.forward import OWN_FORWARD, is_diverted
 from spalier.adapters.layers import is_transformers_conv1d
 from spalier.pruning.attention import base_scale, run_attention
-from spalier.structure.labels import Ints
+
+if TYPE_CHECKING:  # a network that is built from a task file needs nothing that finds structure
+    from spalier.structure.labels import Ints
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,21 @@ def resizes(*kinds: type[nn.Module]) -> Callable[[Entry], Entry]:
 
 def resized(module: nn.Module, resize: Resize) -> dict[str, Any]:
     """The attributes that a module needs after a cut."""
-    entry = next((_TABLE[kind] for kind in type(module).__mro__ if kind in _TABLE), None)
-    if entry is None and is_transformers_conv1d(module):
-        entry = _conv1d
-    found = (entry or by_name)(module, resize)
+    found = (_entry_of(module) or by_name)(module, resize)
     return {key: value for key, value in found.items() if getattr(module, key, None) != value}
+
+
+def resized_by_tensors(module: nn.Module, kept: dict[str, tuple[Ints | None, ...]]) -> dict[str, Any] | None:
+    """The same where the tensors of a module say all that there is to know; None where they do not."""
+    entry = _entry_of(module)
+    if entry not in _BY_TENSORS or (isinstance(module, _MAY_LACK_WEIGHTS) and module.weight is None):
+        return None
+    return entry(module, Resize(kept, (), {}))
+
+
+def _entry_of(module: nn.Module) -> Entry | None:
+    entry = next((_TABLE[kind] for kind in type(module).__mro__ if kind in _TABLE), None)
+    return _conv1d if entry is None and is_transformers_conv1d(module) else entry
 
 
 @resizes(nn.Linear)
@@ -146,9 +158,27 @@ def _conv1d(module: Any, resize: Resize) -> dict[str, Any]:
     return {"nx": module.weight.shape[0], "nf": module.weight.shape[1]}
 
 
+_BY_TENSORS = (
+    _linear,
+    _bilinear,
+    _convolution,
+    _channel_norm,
+    _layer_norm,
+    _group_norm,
+    _embedding,
+    _prelu,
+    _conv1d,
+)
+_MAY_LACK_WEIGHTS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+
+
 @resizes(nn.MultiheadAttention)
 def _attention(module: Any, resize: Resize) -> dict[str, Any]:
-    heads = resize.heads(resize.base.get("num_heads", module.num_heads))
+    return attention_with(module, resize.heads(resize.base.get("num_heads", module.num_heads)))
+
+
+def attention_with(module: Any, heads: int) -> dict[str, Any]:
+    """The attributes of attention that has this many heads left."""
     width = module.out_proj.weight.shape[1]
     forward = {} if is_diverted(module) else {"forward": partial(run_attention, module)}
     return {

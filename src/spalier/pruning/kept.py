@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from spalier.errors import PlanError
 from spalier.pruning.plan import Plan, Writers
-from spalier.structure.find import tensors_of
+from spalier.adapters.tensors import tensors_of
 from spalier.structure.streams import present
 from spalier.structure.structure import Mask, Structure
 

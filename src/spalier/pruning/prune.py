@@ -123,6 +123,7 @@ def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool, recover: An
             each.state.pop(parameter, None)
     if attachment is not None:
         attachment.pruned.keep_(changes)
+        attachment.structure = attachment.structure or structure
     return recovered
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from spalier.adapters.changes import Changes
 from spalier.adapters.layers import Added
-from spalier.structure.structure import Mask
+
+if TYPE_CHECKING:  # a network that is built from a task file needs nothing that finds structure
+    from spalier.structure.structure import Mask
 
 NAME = "spread"
 

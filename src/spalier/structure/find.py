@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from spalier.adapters.layers import Added
 from spalier.adapters.selection import Names, select_named
+from spalier.adapters.tensors import first_names, tensors_of
 from spalier.structure import arithmetic, movement  # noqa: F401  (importing them registers their rules)
 from spalier.structure.capture import capture, copied, module_of
 from spalier.structure.costs import costs_of
@@ -85,24 +85,6 @@ def capture_again_(net: nn.Module, structure: Structure) -> None:
     fresh = find(net, structure.example, structure.freeze)
     refused = {n: "" for n, stream in enumerate(fresh.streams) if stream.name not in structure.index}
     object.__setattr__(structure, "captured", without(net, fresh, refused).captured)
-
-
-def tensors_of(net: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer under all its names, Spalier's own left out."""
-    found: dict[str, Tensor] = {}
-    for path, module in net.named_modules(remove_duplicate=False):
-        if not isinstance(module, Added):
-            prefix = f"{path}." if path else ""
-            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
-                    found[prefix + key] = tensor
-    return found
-
-
-def first_names(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """For each name of a tensor, the first name that it goes by."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
 
 
 def _inputs(

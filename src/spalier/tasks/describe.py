@@ -1,0 +1,277 @@
+"""From an adapted network to a task: which units it has left, and all that it has learned."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from spalier.adapters.attachment import Attachment, attachment_of
+from spalier.adapters.forward import updates
+from spalier.adapters.fuse import check_finite
+from spalier.adapters.layers import is_norm
+from spalier.adapters.tensors import first_names, tensors_of
+from spalier.adapters.updates import LowRank, Pointwise, Update
+from spalier.budget.meter import Meter
+from spalier.errors import AttachmentError, PlanError
+from spalier.pruning.attributes import resized_by_tensors
+from spalier.pruning.cuts import Owner, cut, owners_of
+from spalier.pruning.kept import MARK, Kept, kept_of
+from spalier.structure.structure import Structure
+from spalier.tasks import fingerprint, table
+from spalier.tasks.description import Density
+from spalier.tasks.fingerprint import Fingerprint
+from spalier.tasks.table import Integers, Placement, Row, Source, Table, Values, Writer
+
+
+@dataclass
+class Described:
+    """All that makes a task of a network."""
+
+    table: Table
+    masks: list[table.Mask]
+    adapters: Tensor
+    values: Tensor
+    base: Fingerprint
+    density: Density
+    learned: int
+    adapter: dict[str, Any]
+
+
+def describe(net: nn.Module, structure: Structure | None) -> Described:
+    """What a task file has to hold of an adapted network."""
+    attachment = attachment_of(net)
+    attachment.check_present(whole=True)
+    check_finite(net)
+    structure = structure or attachment.structure
+    if MARK in net.__dict__ and structure is None:
+        raise PlanError("the network is pruned, and its structure is not known; pass structure= as for prune_")
+    return _Describer(net, attachment, structure).described()
+
+
+@dataclass
+class _Describer:
+    net: nn.Module
+    attachment: Attachment
+    structure: Structure | None
+    adapters: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+    def described(self) -> Described:
+        structure = self.structure
+        self.kept = Kept((), {}) if structure is None else kept_of(self.net, structure)
+        self.ties = first_names(tensors_of(self.net))
+        self.owners = owners_of(self.net, self.ties)
+        self.bases = _base_tensors(self.attachment, self.owners)
+        self.writers = [] if structure is None else [w for w in structure.writers if w.name in self.kept.writers]
+        self.learned_in = {id(entry.copy) for entry in self.attachment.replaced if isinstance(entry.copy, nn.Parameter)}
+        for name in self.owners:
+            self._add(name)
+        streams = () if structure is None else tuple((s.name, s.size) for s in structure.streams)
+        own = [self.kept.writers[w.name] for w in self.writers]
+        paths = _paths(self.net)
+        heads = tuple(row.name for row in self.attachment.summary.rows if row.learns == "head" and row.name in paths)
+        made = Table(
+            streams,
+            tuple(Writer(w.name, w.stream, w.module, w.axis) for w in self.writers),
+            _grouped(self.rows),
+            self._attributes(),
+            heads,
+            self._folds(),
+        )
+        taken = {name: self.bases[name] for name in self.owners if name not in self._own_names()}
+        architecture = fingerprint.architecture(self.attachment.modules, self.ties, heads)
+        learned = sum(t.numel() for t in self.adapters) + sum(
+            self._current(n).numel() for n in self.owners if id(self._current(n)) in self.learned_in
+        )
+        return Described(
+            made,
+            [*self.kept.streams, *own],
+            _flat(self.adapters),
+            _flat(self.values),
+            Fingerprint(architecture, fingerprint.values(taken)),
+            self._density(),
+            learned,
+            _adapter(self.attachment.adapter),
+        )
+
+    def _current(self, name: str) -> Tensor:
+        owner = self.owners[name][0]
+        tensor: Tensor = getattr(owner.module, owner.place)[owner.key]
+        return tensor
+
+    def _add(self, name: str) -> None:
+        """A row for a tensor, unless it is the base's as it is."""
+        tensor = self._current(name)
+        update = next((u for o in self.owners[name] if (u := updates(o.module).get(o.key)) is not None), None)
+        axes = self._axes(name)
+        source: Source = table.Base()
+        if update is not None:
+            source = _adapted(name, update)
+            self.adapters += [p.detach().flatten() for p in update.parameters()]
+        elif self._is_own(name, tensor):
+            if tensor.is_floating_point():
+                source = Values()
+                self.values.append(tensor.detach().flatten())
+            else:
+                source = self._integers(name, tensor)
+        elif not any(axes):
+            return
+        whole = tuple(tensor.shape) if self.structure is None else self.structure.shapes[name]
+        path, _, key = name.rpartition(".")
+        self.rows.append(Row(path, (key,), whole, axes, source))
+
+    def _is_own(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor is the task's own: it learns, or it is a buffer that has changed."""
+        if id(tensor) in self.learned_in:
+            return True
+        if isinstance(tensor, nn.Parameter):
+            return False
+        if is_norm(self.owners[name][0].module) and tensor.is_floating_point():
+            return True
+        base = self.bases[name]
+        if self.structure is not None:
+            masks = self.kept.of(self.structure, name)
+            base = cut(base, tuple(None if m.all() else np.flatnonzero(m) for m in masks))
+        return not torch.equal(tensor, base.to(tensor.device))
+
+    def _integers(self, name: str, tensor: Tensor) -> Integers:
+        if tensor.shape != self.bases[name].shape or tensor.numel() > 4096 or tensor.is_complex():
+            raise AttachmentError(
+                f"{name} ({tensor.dtype}) has changed since attach_, and a task file cannot hold it; expected few "
+                "whole numbers: keep such state outside of the network"
+            )
+        return Integers(tuple(int(n) for n in tensor.flatten().tolist()))
+
+    def _axes(self, name: str) -> tuple[tuple[Placement, ...], ...]:
+        if self.structure is None:
+            return ((),) * self._current(name).dim()
+        found = []
+        for axis in range(len(self.structure.shapes[name])):
+            placed = [
+                Placement(number, None if self._is_whole(number, units) else units)
+                for number, units in self.structure.axes.get((name, axis), ())
+            ]
+            for number, writer in enumerate(self.writers, start=len(self.structure.streams)):
+                if (name, axis) in writer.members:
+                    placed.append(Placement(number))
+            found.append(tuple(placed))
+        return tuple(found)
+
+    def _is_whole(self, stream: int, units: Any) -> bool:
+        """Whether each index of an axis is the unit of the same number."""
+        assert self.structure is not None
+        return np.array_equal(units, np.arange(self.structure.streams[stream].size))
+
+    def _own_names(self) -> set[str]:
+        return {n for row in self.rows if isinstance(row.source, Values | Integers) for n in row.names}
+
+    def _attributes(self) -> dict[str, dict[str, int | tuple[int, ...]]]:
+        """Sizes that a module's tensors do not tell."""
+        noted = (self.net.__dict__.get(MARK) or {}).get("attributes", {})
+        modules = dict(self.net.named_modules())
+        found: dict[str, dict[str, int | tuple[int, ...]]] = {}
+        for path, values in noted.items():
+            module = modules[path]
+            if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerEncoder):
+                continue  # building closes their fast paths by itself
+            if isinstance(module, nn.MultiheadAttention):
+                found[path] = {"num_heads": module.num_heads}
+            elif resized_by_tensors(module, {}) is None:
+                found[path] = {key: module.__dict__[key] for key in values}
+        return found
+
+    def _folds(self) -> tuple[tuple[str, str], ...]:
+        """Layers whose output one batch norm takes, and nothing else, channel by channel."""
+        if self.structure is None:
+            return ()
+        norms: dict[str, list[Any]] = {}
+        for site in self.structure.sites:
+            norms.setdefault(site.writer, []).append(site)
+        found = []
+        for writer, sites in norms.items():
+            norm = sites[0].norm
+            if len(sites) == 1 and norm is not None:
+                on = self.structure.axes.get((f"{norm}.running_mean", 0), ())
+                if any(stream == sites[0].stream for stream, _ in on):
+                    found.append((writer, norm))
+        return tuple(found)
+
+    def _density(self) -> Density:
+        if self.structure is None:
+            total = sum(self._current(n).numel() for n in self.owners if isinstance(self._current(n), nn.Parameter))
+            return Density(None, (total, total), None)
+        return Density(**Meter(self.net, self.structure).densities())
+
+
+def _base_tensors(attachment: Attachment, owners: Mapping[str, list[Owner]]) -> dict[str, Tensor]:
+    """Every tensor of the base, as it was before it was adapted and pruned."""
+    before = {(id(m), place, key): value for m, place, key, value in reversed(attachment.pruned.entries)}
+    before |= {(id(e.module), e.kind, e.key): e.moved_original() for e in attachment.replaced}
+    found = {}
+    for name, several in owners.items():
+        owner = several[0]
+        current = getattr(owner.module, owner.place)[owner.key]
+        found[name] = before.get((id(owner.module), owner.place, owner.key), current)
+    return found
+
+
+def _adapted(name: str, update: Update) -> Source:
+    if type(update) is LowRank:
+        taps = math.prod(update.down.shape[2:])
+        return table.LowRank(update.rank, update.down.shape[1], taps, update.up.shape[1], update.stays_whole)
+    if type(update) is Pointwise:
+        return table.Pointwise(*update.residual.shape)
+    raise AttachmentError(
+        f"the adapter of {name} is a {type(update).__name__}, which the task format does not know; fuse the network "
+        "and save that instead"
+    )
+
+
+def _grouped(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Tensors of a module that follow each other and are alike share a row."""
+    found: list[Row] = []
+    for row in rows:
+        last = found[-1] if found else None
+        if last is not None and isinstance(row.source, Values | table.Base | Integers) and _alike(last, row):
+            source = row.source
+            if isinstance(source, Integers) and isinstance(last.source, Integers):
+                source = Integers(last.source.numbers + source.numbers)
+            found[-1] = dataclasses.replace(last, keys=last.keys + row.keys, source=source)
+        else:
+            found.append(row)
+    return tuple(found)
+
+
+def _alike(one: Row, other: Row) -> bool:
+    def coded(row: Row) -> list[Any]:
+        return [[(p.mask, None if p.units is None else p.units.tolist()) for p in on] for on in row.axes]
+
+    same = (one.path, one.shape, type(one.source)) == (other.path, other.shape, type(other.source))
+    return same and coded(one) == coded(other)
+
+
+def _flat(parts: Sequence[Tensor]) -> Tensor:
+    """One tensor of all numbers, in the widest dtype that there is, so that none is changed."""
+    if not parts:
+        return torch.empty(0)
+    dtype = parts[0].dtype
+    for part in parts:
+        dtype = torch.promote_types(dtype, part.dtype)
+    return torch.cat([part.cpu().to(dtype) for part in parts])
+
+
+def _adapter(adapter: Any) -> dict[str, Any]:
+    settings = dataclasses.asdict(adapter) if dataclasses.is_dataclass(adapter) else {}
+    return {"kind": type(adapter).__name__, **settings}  # type: ignore[arg-type]
+
+
+def _paths(net: nn.Module) -> set[str]:
+    return {path for path, _ in net.named_modules()}

@@ -1,0 +1,161 @@
+"""One regular file, read once; one file, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from spalier.errors import TaskFileError
+
+try:
+    import fcntl
+except ImportError:  # Windows; whoever needs a lock says so
+    fcntl = None  # type: ignore[assignment]
+
+LEFTOVER_AGE = 60.0
+"""Seconds after which a temporary file that nobody holds a lock on is a leftover of a writer that died."""
+_PREFIX, _TEMPORARY = ".spalier-", ".tmp"
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """A regular file and its size. Whatever else has that name is refused, and never opened for long."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        seen = path.lstat()
+        _check_kind(path, seen)
+        handle = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
+    except FileNotFoundError:
+        raise TaskFileError("missing", f"there is no file {ascii(str(path))}") from None
+    except (OSError, ValueError) as error:
+        raise TaskFileError("unreadable", f"{ascii(str(path))} cannot be opened: {_reason(error)}") from None
+    with os.fdopen(handle, "rb", buffering=0) as file:
+        found = os.fstat(handle)
+        _check_kind(path, found)
+        yield file, found.st_size
+        now = os.fstat(handle)
+        if (now.st_size, now.st_mtime_ns) != (found.st_size, found.st_mtime_ns):
+            raise TaskFileError("changed", f"{ascii(str(path))} was changed while it was read; try again")
+
+
+def _check_kind(path: Path, found: os.stat_result) -> None:
+    shown = ascii(str(path))
+    if stat.S_ISLNK(found.st_mode):
+        raise TaskFileError("symlink", f"{shown} is a symbolic link; pass the file that it points to")
+    if not stat.S_ISREG(found.st_mode):
+        kind = "folder" if stat.S_ISDIR(found.st_mode) else "device, pipe or socket"
+        raise TaskFileError("not-regular", f"{shown} is a {kind}, expected a regular file")
+    if found.st_nlink > 1:
+        raise TaskFileError(
+            "hard-link", f"{shown} has {found.st_nlink} names (hard links), so others may change it; copy it first"
+        )
+
+
+def read_exactly(file: BinaryIO, size: int) -> bytearray:
+    """The next bytes of a file; an error if there are fewer."""
+    try:
+        buffer = bytearray(size)
+    except (MemoryError, OverflowError):
+        raise TaskFileError("too-large", f"the file describes {size:,} bytes, more than memory holds") from None
+    view, filled = memoryview(buffer), 0
+    while filled < size:
+        try:
+            count = file.readinto(view[filled:])  # type: ignore[attr-defined]
+        except OSError as error:
+            raise TaskFileError("unreadable", f"the file cannot be read: {_reason(error)}") from None
+        if not count:
+            raise TaskFileError("truncated", f"the file ends after {filled} of {size} bytes that were expected here")
+        filled += count
+    return buffer
+
+
+def write(path: Path, data: bytes) -> None:
+    """Put a file in place, whole and durable; whatever goes wrong, what was there before is still there."""
+    temporary = path.parent / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}{_TEMPORARY}"
+    try:
+        if path.is_dir() and not path.is_symlink():
+            raise IsADirectoryError("it is a folder")
+        try:
+            _write_new(temporary, data)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+    except OSError as error:
+        raise TaskFileError(
+            "write",
+            f"{ascii(str(path))} could not be written: {_reason(error)}; what was there before is unchanged",
+        ) from error
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    with os.fdopen(os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o666), "wb") as file:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)  # so that nobody sweeps it
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Let a rename or removal in a folder reach the disk."""
+    if os.name == "nt":
+        return  # folders cannot be opened there, and renames are journalled
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sweep(folder: Path) -> list[Path]:
+    """Remove the temporary files of writers that died; one that is being written is locked, and stays."""
+    removed = []
+    for path in folder.glob(f"{_PREFIX}*{_TEMPORARY}"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime > LEFTOVER_AGE and _is_unlocked(path):
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+def _is_unlocked(path: Path) -> bool:
+    if fcntl is None or not stat.S_ISREG(path.lstat().st_mode):
+        return True
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Only one writer at a time, of all processes and threads."""
+    if fcntl is None:
+        raise TaskFileError("write", "a store needs POSIX file locks, which this system does not have")
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    try:
+        handle = os.open(folder / ".lock", flags, 0o666)
+    except OSError as error:
+        raise TaskFileError(
+            "write", f"the store {ascii(str(folder))} cannot be locked for writing: {_reason(error)}"
+        ) from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)

@@ -1,0 +1,395 @@
+"""The layer table: for each tensor of the network, where its values come from and which masks lie on its axes.
+
+It is strict JSON, deflated. What it says can be checked without the base: how long each tensor of the file has to be.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spalier.errors import TaskFileError
+from spalier.tasks.text import check_text, dump, parse
+
+Mask = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
+MAX_TABLE = 1 << 22
+MAX_SIZE = 1 << 40
+MAX_INDICES = 1 << 22
+"""How many indices all patterns of a table may be for, so that a short one cannot take much memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """A mask on an axis: index i of the axis goes with unit ``units[i]``, or with unit i where it is None."""
+
+    mask: int
+    units: Ints | None = None
+
+    def kept(self, masks: Sequence[Mask], size: int) -> Mask:
+        """Which indices of the axis are left."""
+        mask = masks[self.mask]
+        return mask if self.units is None else (self.units < 0) | mask[self.units]
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A frozen weight plus ``up^T down``: down has (rank, inputs, taps) numbers, then up (rank, outputs)."""
+
+    rank: int
+    inputs: int
+    taps: int
+    outputs: int
+    whole: bool = False
+    """True where the factors are for all channels of the base (plain LoRA)."""
+
+    @property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """The factors as (rows, numbers in each); a row is what shares a scale."""
+        return (self.rank, self.inputs * self.taps), (self.rank, self.outputs)
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """A frozen weight plus a matrix, at the centre tap of a kernel."""
+
+    outputs: int
+    inputs: int
+
+    @property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """The matrix as (rows, numbers in each)."""
+        return ((self.outputs, self.inputs),)
+
+
+@dataclass(frozen=True)
+class Base:
+    """The base's own numbers."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """Numbers of the task's own, in ``values``."""
+
+
+@dataclass(frozen=True)
+class Integers:
+    """Whole numbers or truth values of the task's own, written here."""
+
+    numbers: tuple[int, ...]
+
+
+Source = Base | Values | Integers | LowRank | Pointwise
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """Tensors of one module that are alike."""
+
+    path: str
+    keys: tuple[str, ...]
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    axes: tuple[tuple[Placement, ...], ...]
+    source: Source
+
+    @property
+    def names(self) -> list[str]:
+        """The full names of the tensors."""
+        return [f"{self.path}.{key}" if self.path else key for key in self.keys]
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A layer that keeps fewer channels than the stream it writes into; a gather spreads them."""
+
+    name: str
+    stream: int
+    module: str
+    axis: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """Everything that says what the numbers of a task file are."""
+
+    streams: tuple[tuple[str, int], ...]
+    """The name of each stream, and how many units it has."""
+    writers: tuple[Writer, ...]
+    """Free writers; their masks come after those of the streams."""
+    rows: tuple[Row, ...]
+    attributes: dict[str, dict[str, int | tuple[int, ...]]]
+    """By module: sizes that its code holds and that its tensors do not tell."""
+    heads: tuple[str, ...]
+    """Modules of which the task has its own, whatever the base has there."""
+    folds: tuple[tuple[str, str], ...]
+    """Layers and the batch norms that alone take their outputs."""
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """How many units each mask is for."""
+        return [size for _, size in self.streams] + [self.streams[w.stream][1] for w in self.writers]
+
+    @property
+    def mask_bytes(self) -> int:
+        """How many bytes the packed masks have."""
+        return sum(math.ceil(size / 8) for size in self.sizes)
+
+    def unpack(self, packed: npt.NDArray[np.uint8]) -> list[Mask]:
+        """The masks: bit i % 8 of byte i // 8 is unit i, and each mask begins with a byte of its own."""
+        if len(packed) != self.mask_bytes:
+            raise TaskFileError("mask", f"the masks have {len(packed)} bytes, expected {self.mask_bytes}")
+        bits = np.unpackbits(packed, bitorder="little").astype(bool)
+        masks, start = [], 0
+        for number, size in enumerate(self.sizes):
+            end = start + math.ceil(size / 8) * 8
+            mask = bits[start : start + size]
+            if bits[start + size : end].any():
+                raise TaskFileError("mask", f"mask {number} has bits beyond its {size} units")
+            if not mask.any():
+                raise TaskFileError("mask", f"mask {number} keeps none of its {size} units")
+            masks.append(mask)
+            start = end
+        for number, writer in enumerate(self.writers, start=len(self.streams)):
+            if (masks[number] & ~masks[writer.stream]).any():
+                raise TaskFileError(
+                    "mask", f"the writer {ascii(writer.name)} keeps units that its stream does not have"
+                )
+        return masks
+
+    def pack(self, masks: Sequence[Mask]) -> npt.NDArray[np.uint8]:
+        """The masks as bytes."""
+        packed = [np.packbits(mask, bitorder="little") for mask in masks]
+        return np.concatenate(packed) if packed else np.zeros(0, np.uint8)
+
+    def kept(self, row: Row, masks: Sequence[Mask]) -> list[Mask | None]:
+        """Which indices of each axis are left; None where all are."""
+        found: list[Mask | None] = []
+        for size, placed in zip(row.shape, row.axes, strict=True):
+            left: Mask | None = None
+            for placement in placed:
+                kept = placement.kept(masks, size)
+                left = kept if left is None else left & kept
+            found.append(None if left is None or left.all() else left)
+        return found
+
+    def shape_left(self, row: Row, masks: Sequence[Mask]) -> tuple[int, ...]:
+        """What is left of a row's shape."""
+        kept = zip(row.shape, self.kept(row, masks), strict=True)
+        return tuple(size if left is None else int(left.sum()) for size, left in kept)
+
+    # as data
+
+    def to_bytes(self) -> tuple[bytes, int]:
+        """Deflated JSON, and how long it was before."""
+        text = dump(
+            {
+                "streams": [list(stream) for stream in self.streams],
+                "writers": [[w.name, w.stream, w.module, w.axis] for w in self.writers],
+                "rows": [_coded_row(row) for row in self.rows],
+                "attributes": self.attributes,
+                "heads": list(self.heads),
+                "folds": [list(pair) for pair in self.folds],
+            }
+        ).encode("utf-8")
+        if len(text) > MAX_TABLE:
+            raise TaskFileError("table", f"the layer table has {len(text):,} bytes, expected at most {MAX_TABLE:,}")
+        return zlib.compress(text, 9), len(text)
+
+    @staticmethod
+    def from_bytes(raw: bytes, length: object) -> Table:
+        """The table that was written; anything else is an error."""
+        if type(length) is not int or not 0 < length <= MAX_TABLE:
+            raise TaskFileError("table", f"the layer table is said to have {ascii(str(length)[:30])} bytes")
+        inflate = zlib.decompressobj()
+        try:
+            text = inflate.decompress(raw, length)
+        except zlib.error:
+            raise TaskFileError("table", "the layer table is not deflated data") from None
+        if len(text) != length or not inflate.eof or inflate.unused_data or inflate.unconsumed_tail:
+            raise TaskFileError("table", f"the layer table does not inflate to {length:,} bytes")
+        return _Parser(parse("table", "the layer table", text)).table()
+
+
+def _coded_row(row: Row) -> list[Any]:
+    axes = [[_coded_placement(p) for p in placed] for placed in row.axes]
+    source: list[Any]
+    match row.source:
+        case Base():
+            source = ["base"]
+        case Values():
+            source = ["values"]
+        case Integers(numbers):
+            source = ["integers", *numbers]
+        case LowRank(rank, inputs, taps, outputs, whole):
+            source = ["low-rank-whole" if whole else "low-rank", rank, inputs, taps, outputs]
+        case Pointwise(outputs, inputs):
+            source = ["pointwise", outputs, inputs]
+    return [row.path, list(row.keys), list(row.shape), axes, source]
+
+
+def _coded_placement(placement: Placement) -> int | list[Any]:
+    units = placement.units
+    if units is None:
+        return placement.mask
+    count = int(units.max()) + 1
+    run = int((units != units[0]).argmax()) or len(units)
+    if len(units) % (count * run) == 0 and np.array_equal(units, pattern(count, run, len(units) // (count * run))):
+        return [placement.mask, count, run, len(units) // (count * run)]
+    return [placement.mask, units.tolist()]
+
+
+def pattern(units: int, run: int, times: int) -> Ints:
+    """Each of several units in turn, for a run of indices each, the whole several times over.
+
+    >>> pattern(2, 2, 2).tolist()
+    [0, 0, 1, 1, 0, 0, 1, 1]
+    """
+    return np.tile(np.repeat(np.arange(units), run), times)
+
+
+class _Parser:
+    """Plain data into a table, each part checked."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self.sizes: list[int] = []
+        self._indices = 0
+
+    def table(self) -> Table:
+        fields = {"streams", "writers", "rows", "attributes", "heads", "folds"}
+        if not isinstance(self.data, dict) or set(self.data) != fields:
+            raise _wrong(f"the layer table has other fields than {', '.join(sorted(fields))}")
+        streams = tuple(
+            (self._text(name), self._size(units, 1))
+            for name, units in self._lists("streams", 2)
+        )
+        self._check_unique("stream", [name for name, _ in streams])
+        writers = tuple(
+            Writer(self._text(n), self._number(s, 0, len(streams) - 1), self._text(m), self._number(a, -64, 63))
+            for n, s, m, a in self._lists("writers", 4)
+        )
+        self._check_unique("writer", [w.name for w in writers])
+        self.sizes = [size for _, size in streams] + [streams[w.stream][1] for w in writers]
+        rows = tuple(self._row(*entry) for entry in self._lists("rows", 5))
+        self._check_unique("tensor", [name for row in rows for name in row.names])
+        folds = tuple((self._text(a), self._text(b)) for a, b in self._lists("folds", 2))
+        heads = tuple(self._text(path) for path in self._list(self.data["heads"]))
+        return Table(streams, writers, rows, self._attributes(), heads, folds)
+
+    def _row(self, path: Any, keys: Any, shape: Any, axes: Any, source: Any) -> Row:
+        sizes = tuple(self._size(n, 0) for n in self._list(shape))
+        if len(sizes) > 16 or math.prod(sizes) > MAX_SIZE:
+            raise _wrong(f"{ascii(str(path)[:60])} is said to have the shape {str(sizes)[:60]}")
+        placed = self._list(axes)
+        if len(placed) != len(sizes):
+            raise _wrong(f"{ascii(str(path)[:60])} has {len(sizes)} axes, and masks for {len(placed)}")
+        names = tuple(self._text(key) for key in self._list(keys))
+        if not names or any("." in name or not name for name in names):
+            raise _wrong(f"{ascii(str(path)[:60])} has no keys, or keys with dots")
+        on = tuple(
+            tuple(self._placement(p, n) for p in self._list(several))
+            for several, n in zip(placed, sizes, strict=True)
+        )
+        return Row(self._text(path), names, sizes, on, self._source(self._list(source), sizes, len(names)))
+
+    def _placement(self, data: Any, size: int) -> Placement:
+        if type(data) is int:
+            mask, units = data, None
+            self._number(mask, 0, len(self.sizes) - 1)
+            if self.sizes[mask] != size:
+                raise TaskFileError("mask", f"a mask of {self.sizes[mask]} units lies on an axis of {size}")
+            return Placement(mask)
+        entry = self._list(data)
+        if len(entry) == 4:
+            mask, count, run, times = (self._number(n, 0, 2**31) for n in entry)
+            if count * run * times != size or not size:
+                raise TaskFileError("mask", f"a pattern of {count * run * times} indices lies on an axis of {size}")
+            self._indices += size
+            if self._indices > MAX_INDICES:
+                raise _wrong(f"the patterns are for more than {MAX_INDICES:,} indices")
+            units = pattern(count, run, times)
+        elif len(entry) == 2:
+            mask = entry[0]
+            units = np.array([self._number(u, -1, 2**31) for u in self._list(entry[1])], np.int64)
+        else:
+            raise _wrong("a mask lies on an axis in a way that is not known")
+        self._number(mask, 0, len(self.sizes) - 1)
+        if len(units) != size or (len(units) and units.max() >= self.sizes[mask]):
+            raise TaskFileError("mask", f"a mask of {self.sizes[mask]} units does not fit an axis of {size}")
+        return Placement(mask, units)
+
+    def _source(self, data: list[Any], shape: tuple[int, ...], several: int) -> Source:
+        kind, numbers = (data[0], data[1:]) if data else (None, [])
+        if kind in ("base", "values") and not numbers:
+            return Base() if kind == "base" else Values()
+        if kind == "integers":
+            if len(numbers) != several * math.prod(shape):
+                raise _wrong(f"{len(numbers)} whole numbers are given for {several} tensors of shape {shape}")
+            return Integers(tuple(self._number(n, -(2**63), 2**63 - 1) for n in numbers))
+        if several == 1 and len(shape) >= 2:
+            sizes = [self._size(n, 1) for n in numbers]
+            if kind in ("low-rank", "low-rank-whole") and len(sizes) == 4:
+                return LowRank(sizes[0], sizes[1], sizes[2], sizes[3], kind == "low-rank-whole")
+            if kind == "pointwise" and len(sizes) == 2:
+                return Pointwise(sizes[0], sizes[1])
+        raise _wrong(f"numbers come from {ascii(str(data)[:60])}, which is not known")
+
+    def _attributes(self) -> dict[str, dict[str, int | tuple[int, ...]]]:
+        found: dict[str, dict[str, int | tuple[int, ...]]] = {}
+        attributes = self.data["attributes"]
+        if not isinstance(attributes, dict):
+            raise _wrong("the attributes are no dict")
+        for path, values in attributes.items():
+            if not isinstance(values, dict):
+                raise _wrong("the attributes of a module are no dict")
+            found[self._text(path)] = {
+                self._text(key): tuple(self._size(n, 1) for n in value)
+                if isinstance(value, list)
+                else self._size(value, 1)
+                for key, value in values.items()
+            }
+        return found
+
+    # kinds of values
+
+    def _lists(self, field: str, length: int) -> Iterator[list[Any]]:
+        for entry in self._list(self.data[field]):
+            if not isinstance(entry, list) or len(entry) != length:
+                raise _wrong(f"an entry of {field} has another length than {length}")
+            yield entry
+
+    def _list(self, value: Any) -> list[Any]:
+        if not isinstance(value, list):
+            raise _wrong(f"{ascii(str(value)[:40])} stands where a list is expected")
+        return value
+
+    def _text(self, value: Any) -> str:
+        if not isinstance(value, str) or len(value) > 1000:
+            raise _wrong(f"{ascii(str(value)[:40])} stands where a name is expected")
+        return check_text("the layer table", value)
+
+    def _size(self, value: Any, least: int) -> int:
+        return self._number(value, least, 2**31 - 1)
+
+    def _number(self, value: Any, least: int, most: int) -> int:
+        if type(value) is not int or not least <= value <= most:
+            raise _wrong(f"{ascii(str(value)[:40])} stands where a number from {least} to {most} is expected")
+        return value
+
+    def _check_unique(self, what: str, names: list[str]) -> None:
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise _wrong(f"the {what} {ascii(twice[:60])} occurs twice")
+
+
+def _wrong(message: str) -> TaskFileError:
+    return TaskFileError("table", message)
