@@ -30,10 +30,11 @@ LAYERS = [
     {"attaching", "criteria"},
     {"budget"},
     {"scheduling"},
+    {"tasks"},
 ]
 ADAPTER_LAYERS = [
     {"layers", "window", "finetune", "summary", "readers", "changes"},
-    {"updates", "fast", "selection"},
+    {"updates", "fast", "selection", "tensors"},
     {"config", "forward", "ties"},
     {"splora", "sppara"},
     {"attachment"},
@@ -50,7 +51,7 @@ STRUCTURE_LAYERS = [
     {"find", "files"},
 ]
 PRUNING_LAYERS = [
-    {"prediction", "attention", "spread", "lockstep", "regression"},
+    {"prediction", "attention", "spread", "lockstep", "regression", "folding"},
     {"plan", "recovery"},
     {"kept", "attributes"},
     {"masking", "cuts"},
@@ -65,6 +66,16 @@ CRITERIA_LAYERS = [
     {"simple", "activations", "movement", "second_order", "lrp"},
     {"score"},
 ]
+TASKS_LAYERS = [
+    {"text", "files", "storage", "fingerprint"},
+    {"container", "table", "fold", "base", "description"},
+    {"build", "describe"},
+    {"apply", "report"},
+    {"task"},
+    {"store"},
+    {"switcher", "card"},
+    {"hub"},
+]
 BUDGET_LAYERS = [{"meter", "ranking"}, {"latency"}, {"select"}]
 PACKAGES = {
     "adapters": ADAPTER_LAYERS,
@@ -72,6 +83,7 @@ PACKAGES = {
     "pruning": PRUNING_LAYERS,
     "criteria": CRITERIA_LAYERS,
     "budget": BUDGET_LAYERS,
+    "tasks": TASKS_LAYERS,
 }
 
 

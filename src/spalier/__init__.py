@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from spalier.pruning.recovery import Recovery
     from spalier.scheduling import Schedule
     from spalier.structure.structure import Structure
+    from spalier.tasks.store import Store
+    from spalier.tasks.switcher import Switcher
+    from spalier.tasks.task import Task
     from spalier.tracing import trace
 
 __version__ = "0.1.0"
@@ -34,7 +37,10 @@ __all__ = [
     "SPPaRA",
     "Schedule",
     "Scores",
+    "Store",
     "Structure",
+    "Switcher",
+    "Task",
     "attach_",
     "count",
     "criteria",
@@ -56,7 +62,10 @@ _LATER = {
     "Recovery": "pruning.recovery",
     "Schedule": "scheduling",
     "Scores": "criteria",
+    "Store": "tasks.store",
     "Structure": "structure.structure",
+    "Switcher": "tasks.switcher",
+    "Task": "tasks.task",
     "kept_units": "pruning.kept",
     "prune_": "pruning.prune",
     "resizes": "pruning.attributes",

@@ -49,9 +49,7 @@ def attach_(
     plan = _plan(names, adapter, targets, head, norms)
     updated = _build(names, plan, adapter)
     replaced = copies_of(list(names.of), set(plan.learned))
-    attachment = Attachment(
-        net, adapter, _summarise(names, plan), updated, replaced, modules=described(net)
-    )
+    attachment = Attachment(net, adapter, _summarise(names, plan), updated, replaced, modules=described(net))
     attachment.apply_()
     _reach_readers_(names, attachment)
     return attachment.summary

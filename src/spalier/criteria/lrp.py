@@ -130,7 +130,10 @@ def _clear_(norm: Any) -> None:
     if type(norm).forward is nn.modules.batchnorm._BatchNorm.forward:
         norm.__dict__["forward"] = _as_it_is
         return
-    norm.running_mean, norm.running_var = torch.zeros_like(norm.running_mean), torch.ones_like(norm.running_var)
+    norm.running_mean, norm.running_var = (
+        torch.zeros_like(norm.running_mean),
+        torch.ones_like(norm.running_var),
+    )
     norm.eps, norm.weight, norm.bias = 0.0, None, None
 
 

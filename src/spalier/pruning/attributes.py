@@ -38,7 +38,7 @@ class Resize:
     def groups(self, key: str, axis: int, groups: int, size: int) -> int:
         """How many of a layer's groups are left, of an axis that had ``size`` indices."""
         index = self.kept[key][axis] if key in self.kept else None
-        if index is None:
+        if index is None or groups == 1:
             return groups
         return len(np.unique(index // (size // groups)))
 

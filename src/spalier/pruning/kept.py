@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from spalier.adapters.tensors import tensors_of
 from spalier.errors import PlanError
 from spalier.pruning.plan import Plan, Writers
-from spalier.adapters.tensors import tensors_of
 from spalier.structure.streams import present
 from spalier.structure.structure import Mask, Structure
 

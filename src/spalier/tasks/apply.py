@@ -23,7 +23,7 @@ from spalier.pruning.cuts import Cutter, owners_of
 from spalier.pruning.kept import MARK
 from spalier.pruning.spread import set_spread_
 from spalier.tasks.base import Base
-from spalier.tasks.build import adapter_rows, check_base, sizes_left
+from spalier.tasks.build import check_base, rows_of, sizes_left
 from spalier.tasks.storage import matrices
 from spalier.tasks.table import Integers, Row, Values
 
@@ -42,7 +42,7 @@ def apply_(task: Task, net: nn.Module, example: Any) -> None:
     structure = None if example is None else _traced(task, base, example)
     norms = {row.path for row in task.table.rows if isinstance(row.source, Values) and _learns(base, row)}
     heads = list(task.table.heads)
-    chosen = {row.path for row in task.table.rows if adapter_rows(row)}
+    chosen = {row.path for row in task.table.rows if rows_of(row)}
     if isinstance(adapter, FineTune):
         chosen = norms - set(heads)
     try:
@@ -104,11 +104,9 @@ def _traced(task: Task, base: Base, example: Any) -> Structure:
 def _fill_(task: Task, net: nn.Module, base: Base, changes: Changes, structure: Structure | None) -> None:
     owners = owners_of(net, base.ties)
     cutter = Cutter(attachment_of(net), changes)
-    rows = [shape for row in task.table.rows for shape in adapter_rows(row)]
-    factors, values = matrices(task.adapter_values(), rows), _taken(task)
+    factors, values = matrices(task.adapter_values(), task.adapter_rows), _taken(task)
     for row in task.table.rows:
-        left = task.table.kept(row, task.masks)
-        indices = tuple(None if mask is None else np.flatnonzero(mask) for mask in left)
+        indices = task.cuts.of(row).indices
         for number, name in enumerate(row.names):
             places = owners[name]
             if isinstance(row.source, Values | Integers):
@@ -135,7 +133,7 @@ def _taken(task: Task) -> Iterator[Tensor]:
     start = 0
     for row in task.table.rows:
         if isinstance(row.source, Values):
-            shape = task.table.shape_left(row, task.masks)
+            shape = task.cuts.of(row).shape
             size = int(np.prod(shape, dtype=np.int64))
             for _ in row.names:
                 yield task.values[start : start + size].view(shape)

@@ -6,15 +6,16 @@ import copy
 import enum
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spalier.adapters.layers import described
+from spalier.adapters.layers import Geometry, described, geometries
 from spalier.adapters.tensors import first_names, tensors_of
-from spalier.errors import TaskFileError
+from spalier.errors import SpalierError, TaskFileError
 from spalier.tasks import fingerprint
 
 _PLAIN = (
@@ -36,6 +37,39 @@ _PLAIN = (
 _CONTAINERS = ("_parameters", "_buffers", "_modules")
 
 
+NUMPY = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What building needs to know of a weight of the base."""
+
+    geometry: Geometry
+    largest: float
+    """The largest absolute value."""
+    limit: float
+    """What no value may come near to."""
+    array: Any = None
+    """Its numbers, outputs first, where the layer is an ordinary one on the CPU."""
+    axis: int = 1
+    """The axis of the array that is the input's."""
+    centre: tuple[Any, ...] = ()
+    """Where an adapter is added."""
+
+
+def _weight(tensor: Tensor, geometry: Geometry) -> Weight:
+    largest, limit = fingerprint.known(tensor).largest, torch.finfo(tensor.dtype).max / 2
+    tensor = tensor.detach()
+    last = tensor.dim() == 4 and not tensor.is_contiguous()
+    laid = tensor.permute(0, 2, 3, 1) if last else tensor
+    plain = geometry.groups == 1 and not geometry.inputs_first and laid.is_contiguous()
+    if not plain or tensor.dtype not in NUMPY or tensor.device.type != "cpu":
+        return Weight(geometry, largest, limit)
+    every = slice(None)
+    centre = (every, *geometry.centre, every) if last else (every, every, *geometry.centre)
+    return Weight(geometry, largest, limit, laid.numpy(), 3 if last else 1, centre)
+
+
 class Base:
     """A frozen network that tasks are built on. It is only read."""
 
@@ -44,18 +78,27 @@ class Base:
             raise TaskFileError("base", f"the base is a {type(net).__name__}, expected a torch.nn.Module")
         if fingerprint.is_adapted_or_pruned(net):
             raise TaskFileError(
-                "base", "the base is adapted or pruned already; pass the plain network (detach_ gives it back)"
+                "base",
+                "the base is adapted or pruned already; pass the plain network (detach_ gives it back)",
             )
         self.net = net
         named = tensors_of(net)
         self.ties = first_names(named)
         self.tensors = {name: named[name] for name, first in self.ties.items() if name == first}
         """Every parameter and buffer by its first name."""
+        self.flags = {
+            name: tensor.requires_grad if isinstance(tensor, nn.Parameter) else None
+            for name, tensor in self.tensors.items()
+        }
+        """For each parameter whether it learns; None for buffers."""
         self.modules = dict(net.named_modules())
         self._described = described(net)
         self._architectures: dict[tuple[str, ...], str] = {}
-        self._molds = [(module, _Mold(module)) for module in self.modules.values() if not _copies_itself(module)]
+        self._weights: dict[str, Weight] = {}
+        self._values: dict[frozenset[str], tuple[list[Any], str]] = {}
         self._others = [module for module in self.modules.values() if _copies_itself(module)]
+        own = set(self._others)
+        self._molds = [(module, _Mold(module)) for module in self.modules.values() if module not in own]
 
     def architecture(self, heads: Collection[str]) -> str:
         """The digest of the architecture, without these modules' settings."""
@@ -63,6 +106,28 @@ class Base:
         if key not in self._architectures:
             self._architectures[key] = fingerprint.architecture(self._described, self.ties, key)
         return self._architectures[key]
+
+    def values_without(self, own: frozenset[str]) -> str:
+        """The digest of the values that a task takes which has these tensors of its own."""
+        taken = {name: tensor for name, tensor in self.tensors.items() if name not in own}
+        versions = [fingerprint.version(tensor) for tensor in taken.values()]
+        if own not in self._values or None in versions or self._values[own][0] != versions:
+            self._values[own] = versions, fingerprint.values(taken)
+            self._weights.clear()
+        return self._values[own][1]
+
+    def weight(self, name: str) -> Weight:
+        """A weight that adapters update; an error where none could. `values_without` has to look first."""
+        if name not in self._weights:
+            module, key = self.owner(name)
+            try:
+                found = geometries(module).get(key)
+            except SpalierError as error:
+                raise TaskFileError("base", f"{name!a} cannot be adapted: {error}") from None
+            if found is None:
+                raise TaskFileError("base", f"{name!a} of a {type(module).__name__} cannot be adapted")
+            self._weights[name] = _weight(self.tensors[name], found)
+        return self._weights[name]
 
     def owner(self, name: str) -> tuple[nn.Module, str]:
         """The module that holds a tensor, and the tensor's key there."""
@@ -76,14 +141,14 @@ class Base:
         """
         memo: dict[int, Any] = {id(self.tensors[name]): tensor for name, tensor in tensors.items()}
         for module, _ in self._molds:
-            memo[id(module)] = type(module).__new__(type(module))
+            memo[id(module)] = object.__new__(type(module))
         for module in self._others:
             copy.deepcopy(module, memo)
         for module, mold in self._molds:
-            memo[id(module)].__dict__.update(mold.filled(memo))
+            mold.fill_(memo[id(module)].__dict__, memo)
+        for module in self._others:
+            memo[id(module)].__dict__["training"] = False
         made = {path: memo[id(module)] for path, module in self.modules.items()}
-        for module in made.values():
-            module.__dict__["training"] = False
         return made[""], made
 
 
@@ -91,20 +156,30 @@ class _Mold:
     """What a module's dictionary holds: things that can be shared, and things that need a copy of their own."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._shared = {k: v for k, v in module.__dict__.items() if k not in _CONTAINERS and _is_plain(v)}
-        self._own = [(k, v) for k, v in module.__dict__.items() if k not in self._shared]
-
-    def filled(self, memo: dict[int, Any]) -> dict[str, Any]:
-        """The dictionary of a copy, tensors and modules taken from ``memo``."""
-        found = self._shared.copy()
-        for key, value in self._own:
-            if key in _CONTAINERS:
-                found[key] = type(value)((k, v if v is None else memo[id(v)]) for k, v in value.items())
+        state = module.__getstate__()  # without what torch.compile has put there
+        self._shared: dict[str, Any] = {"training": False}
+        self._held: list[tuple[str, list[tuple[str, int | None]]]] = []
+        self._empty: list[tuple[str, type[Any]]] = []
+        self._other: list[tuple[str, Any]] = []
+        for key, value in state.items():
+            if key in _CONTAINERS and type(value) is dict and value:
+                self._held.append((key, [(k, None if v is None else id(v)) for k, v in value.items()]))
             elif not value and type(value) in (dict, OrderedDict, set, list):
-                found[key] = type(value)()
+                self._empty.append((key, type(value)))
+            elif _is_plain(value):
+                self._shared.setdefault(key, value)
             else:
-                found[key] = copy.deepcopy(value, memo)
-        return found
+                self._other.append((key, value))
+
+    def fill_(self, state: dict[str, Any], memo: dict[int, Any]) -> None:
+        """Fill the dictionary of a copy, tensors and modules taken from ``memo``."""
+        state.update(self._shared)
+        for key, kind in self._empty:
+            state[key] = kind()
+        for key, held in self._held:
+            state[key] = {k: None if mark is None else memo[mark] for k, mark in held}
+        for key, value in self._other:
+            state[key] = copy.deepcopy(value, memo)
 
 
 def _is_plain(value: object) -> bool:
@@ -112,13 +187,18 @@ def _is_plain(value: object) -> bool:
 
 
 def _copies_itself(module: nn.Module) -> bool:
-    """Classes that say themselves how they are copied."""
+    """Classes that say themselves how they are copied; what PyTorch's own say of old versions' files is no matter."""
     kind = type(module)
-    return (
-        hasattr(kind, "__deepcopy__")
-        or kind.__reduce_ex__ is not object.__reduce_ex__
-        or kind.__reduce__ is not object.__reduce__
-        or "__getstate__" in {name for parent in kind.__mro__[:-1] for name in vars(parent)}
-        or kind.__setstate__ is not nn.Module.__setstate__
-        or hasattr(kind, "__slots__")
-    )
+    says = [
+        parent
+        for parent in kind.__mro__[:-1]
+        if not {
+            "__getstate__",
+            "__setstate__",
+            "__reduce__",
+            "__reduce_ex__",
+            "__deepcopy__",
+            "__slots__",
+        }.isdisjoint(vars(parent))
+    ]
+    return any(not p.__module__.startswith("torch.nn.modules.") or issubclass(p, nn.RNNBase) for p in says)

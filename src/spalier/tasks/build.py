@@ -10,22 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spalier.adapters.layers import Geometry, geometries
+from spalier.adapters.layers import Geometry
 from spalier.adapters.updates import add_, low_rank, pointwise
-from spalier.errors import SpalierError, TaskFileError
+from spalier.errors import TaskFileError
 from spalier.pruning.attributes import attention_with, resized_by_tensors
 from spalier.pruning.spread import NAME, Spread, spread_output
-from spalier.tasks import fingerprint
-from spalier.tasks.base import Base
+from spalier.tasks.base import NUMPY, Base, Weight
 from spalier.tasks.fold import fold_
 from spalier.tasks.storage import matrices
-from spalier.tasks.table import Base as FromBase
-from spalier.tasks.table import Integers, LowRank, Mask, Pointwise, Row, Values
+from spalier.tasks.table import Frozen, Integers, Ints, LowRank, Pointwise, Row, Values
 
 if TYPE_CHECKING:
     from spalier.tasks.task import Task
-
-Indices = tuple[Tensor | None, ...]
 
 
 @torch.no_grad()
@@ -37,7 +33,7 @@ def build(task: Task, base: Base, *, fold: bool, share: bool) -> nn.Module:
         tensors = {name: tensor for row in task.table.rows for name, tensor in maker.tensors(row)}
         for name, tensor in base.tensors.items():
             if name not in tensors:
-                tensors[name] = tensor if share else _like(tensor, tensor.detach().clone())
+                tensors[name] = tensor if share else maker.copied(name)
         net, modules = base.cast(tensors)
         resize_(task, modules)
         for number, writer in enumerate(task.table.writers, start=len(task.table.streams)):
@@ -56,11 +52,10 @@ def check_base(task: Task, base: Base) -> None:
     _check_shapes(task, base)
     if base.architecture(table.heads) != task.description.base.architecture:
         raise TaskFileError(
-            "base", f"the task was learned on another architecture than this {type(base.net).__name__}; {_ADVICE}"
+            "base",
+            f"the task was learned on another architecture than this {type(base.net).__name__}; {_ADVICE}",
         )
-    own = {name for row in table.rows if isinstance(row.source, Values | Integers) for name in row.names}
-    taken = {name: tensor for name, tensor in base.tensors.items() if name not in own}
-    if fingerprint.values(taken) != task.description.base.values:
+    if base.values_without(table.own) != task.description.base.values:
         raise TaskFileError(
             "base-values", f"the base has other weights than the one that the task was learned on; {_ADVICE}"
         )
@@ -74,19 +69,20 @@ def _check_shapes(task: Task, base: Base) -> None:
         for name in row.names:
             tensor = base.tensors.get(name)
             if tensor is None:
-                raise TaskFileError("base", f"the base has no tensor {ascii(name)}; {_ADVICE}")
-            has_own = row.path in task.table.heads and isinstance(row.source, Values | Integers)
-            if tuple(tensor.shape) != row.shape and not (has_own and tensor.dim() == len(row.shape)):
+                raise TaskFileError("base", f"the base has no tensor {name!a}; {_ADVICE}")
+            if tensor.shape != row.shape and not (
+                name in task.table.own and row.path in task.table.heads and tensor.dim() == len(row.shape)
+            ):
                 raise TaskFileError(
                     "base",
-                    f"{ascii(name)} has shape {tuple(tensor.shape)} in the base, expected {row.shape}; {_ADVICE}",
+                    f"{name!a} has shape {tuple(tensor.shape)} in the base, expected {row.shape}; {_ADVICE}",
                 )
             if tensor.is_floating_point() == isinstance(row.source, Integers):
-                raise TaskFileError("base", f"{ascii(name)} is {tensor.dtype} in the base; {_ADVICE}")
+                raise TaskFileError("base", f"{name!a} is {tensor.dtype} in the base; {_ADVICE}")
     paths = [w.module for w in task.table.writers] + list(task.table.attributes) + list(task.table.heads)
     for path in paths:
         if path not in base.modules:
-            raise TaskFileError("base", f"the base has no module {ascii(path)}; {_ADVICE}")
+            raise TaskFileError("base", f"the base has no module {path!a}; {_ADVICE}")
 
 
 class _Maker:
@@ -95,17 +91,22 @@ class _Maker:
     def __init__(self, task: Task, base: Base) -> None:
         self.task, self.base = task, base
         self.device = next((t.device for t in base.tensors.values()), torch.device("cpu"))
-        adapters, self._values = task.adapter_values().to(self.device), task.values.to(self.device)
-        rows = [shape for row in task.table.rows for shape in adapter_rows(row)]
-        self._matrices = matrices(adapters, rows)
+        adapters = task.adapter_values()
+        adapters = adapters if adapters.dtype in NUMPY else adapters.float()
         self._peak = float(adapters.abs().max()) if adapters.numel() else 0.0
+        self._adapters = adapters.to(self.device)
+        self._array = adapters.numpy()
         self._start = 0
-        self._known: dict[int, Tensor | None] = {}
+        sizes = [
+            math.prod(task.cuts.of(row).shape) for row in task.table.rows if _is_own(row) for _ in row.keys
+        ]
+        self._values = iter(task.values.to(self.device, copy=True).split(sizes))
+        self._indices: dict[int, Tensor] = {}
 
     def tensors(self, row: Row) -> Iterator[tuple[str, Tensor]]:
         """The tensors of one row, by name."""
         if isinstance(row.source, Values):
-            shape = self.task.table.shape_left(row, self.task.masks)
+            shape = self.task.cuts.of(row).shape
             for name in row.names:
                 yield name, self._value(name, shape)
         elif isinstance(row.source, Integers):
@@ -113,146 +114,132 @@ class _Maker:
             for number, name in enumerate(row.names):
                 yield name, self._integers(name, row, row.source.numbers[number * size : (number + 1) * size])
         else:
-            indices = self.indices(row)
             for name in row.names:
                 whole = self.base.tensors[name]
-                tensor = _cut(whole.detach(), indices)
-                if not isinstance(row.source, FromBase):
-                    tensor = self._fused(name, row, tensor)
-                yield name, _like(whole, tensor)
+                made = self._cut(whole, row) if isinstance(row.source, Frozen) else self._adapted(name, row)
+                yield name, self._like(name, made)
 
-    def indices(self, row: Row) -> Indices:
-        """The indices that stay along each axis; None where all do."""
-        found: list[Tensor | None] = []
-        for size, placed in zip(row.shape, row.axes, strict=True):
-            if len(placed) == 1 and placed[0].units is None:
-                found.append(self._of_mask(placed[0].mask))
-            else:
-                left = None
-                for placement in placed:
-                    kept = placement.kept(self.task.masks, size)
-                    left = kept if left is None else left & kept
-                found.append(None if left is None or left.all() else self._index(left))
-        return tuple(found)
-
-    def _of_mask(self, number: int) -> Tensor | None:
-        if number not in self._known:
-            mask = self.task.masks[number]
-            self._known[number] = None if mask.all() else self._index(mask)
-        return self._known[number]
-
-    def _index(self, mask: Mask) -> Tensor:
-        return torch.from_numpy(np.flatnonzero(mask)).to(self.device)
+    def _like(self, name: str, values: Tensor) -> Tensor:
+        """Values as a parameter or a buffer, whichever the base has there."""
+        learns = self.base.flags[name]
+        return values if learns is None else nn.Parameter(values, requires_grad=learns)
 
     def _value(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        whole, size = self.base.tensors[name], math.prod(shape)
-        part = self._values[self._start : self._start + size]
-        self._start += size
-        made = part.to(whole.dtype, copy=True).view(shape)
-        if whole.dtype.itemsize < part.dtype.itemsize:
-            _check_finite(name, made)
-        return _like(whole, made)
+        """Numbers of the task's own: all of them lie in one piece of memory."""
+        whole, part = self.base.tensors[name], next(self._values)
+        if part.dtype != whole.dtype:
+            part = part.to(whole.dtype)
+            _check_finite(name, part)
+        return self._like(name, part if len(shape) == 1 else part.view(shape))
 
     def _integers(self, name: str, row: Row, numbers: Sequence[int]) -> Tensor:
         whole = self.base.tensors[name]
         try:
             made = torch.tensor(numbers, dtype=whole.dtype, device=whole.device).view(row.shape)
         except (RuntimeError, OverflowError):
-            raise TaskFileError("base", f"{ascii(name)} is {whole.dtype}, too small for its numbers") from None
-        return _like(whole, _cut(made, self.indices(row)))
+            raise TaskFileError("base", f"{name!a} is {whole.dtype}, too small for its numbers") from None
+        return self._like(name, self._cut(made, row))
 
-    def _fused(self, name: str, row: Row, weight: Tensor) -> Tensor:
-        """A cut weight, in memory of its own, with its adapter added."""
-        source = row.source
+    def _cut(self, tensor: Tensor, row: Row) -> Tensor:
+        """What is left of a tensor, in memory of its own."""
+        out = tensor.detach()
+        for axis, index in enumerate(self.task.cuts.of(row).indices):
+            if index is not None:
+                out = out.index_select(axis, self._on_device(index))
+        return out.clone() if out.data_ptr() == tensor.data_ptr() else out
+
+    def _on_device(self, index: Ints) -> Tensor:
+        if id(index) not in self._indices:
+            self._indices[id(index)] = torch.from_numpy(index).to(self.device)
+        return self._indices[id(index)]
+
+    def copied(self, name: str) -> Tensor:
+        """A tensor of the base as it is, in memory of its own."""
+        return self._like(name, self.base.tensors[name].detach().clone())
+
+    # weights with adapters
+
+    def _adapted(self, name: str, row: Row) -> Tensor:
+        """A cut weight with its adapter added."""
+        source, weight = row.source, self.base.weight(name)
         assert isinstance(source, LowRank | Pointwise)
-        geometry, outputs, inputs = self._geometry(name, row)
-        factors = [next(self._matrices) for _ in source.rows]
-        wide = weight if weight.dtype.itemsize >= 4 else weight.float()
-        parts = [f.to(wide.dtype) for f in factors]
-        if isinstance(source, Pointwise):
-            _check_sizes(name, (source.outputs, source.inputs), (geometry.outputs, geometry.inputs // geometry.groups))
-            delta = pointwise(parts[0], geometry)
-            peak = self._peak
+        begin = self._start
+        self._start += sum(rows * length for rows, length in source.rows)
+        if weight.array is not None and _is_plain(source):
+            fused = self._quick(name, row, weight, self._array[begin : self._start])
         else:
-            delta = _low_rank(name, source, parts, geometry, outputs, inputs)
-            peak = source.rank * self._peak**2
-        fused = add_(wide, delta, geometry).to(weight.dtype)
+            fused = self._any(name, row, weight.geometry, self._adapters[begin : self._start])
         # the largest number that can come out tells nearly always that none overflows, without looking at them
-        if not fingerprint.known(self.base.tensors[name]).largest + peak < torch.finfo(weight.dtype).max / 2:
+        bound = self._peak if isinstance(source, Pointwise) else source.rank * self._peak**2
+        if not weight.largest + bound < weight.limit:
             _check_finite(name, fused)
         return fused
 
-    def _geometry(self, name: str, row: Row) -> tuple[Geometry, Any, Any]:
-        """The geometry of what is left of a weight, and its outputs and inputs, counted in the base."""
-        module, key = self.base.owner(name)
-        try:
-            whole = geometries(module).get(key)
-        except SpalierError as error:
-            raise TaskFileError("base", f"{ascii(name)} cannot be adapted: {error}") from None
-        if whole is None:
-            raise TaskFileError("base", f"{ascii(name)} of a {type(module).__name__} cannot be adapted")
-        kept = self.task.table.kept(row, self.task.masks)
-        first, second = (
-            np.arange(n) if k is None else np.flatnonzero(k) for n, k in zip(row.shape[:2], kept[:2], strict=True)
+    def _quick(self, name: str, row: Row, weight: Weight, factors: Any) -> Tensor:
+        """What most layers are, in numpy, whose calls cost a third of PyTorch's."""
+        source, cut = row.source, self.task.cuts.of(row)
+        assert isinstance(source, LowRank)
+        _check_sizes(name, (source.outputs, source.inputs), cut.shape[:2])
+        (outputs, inputs), array = cut.indices[:2], weight.array
+        small = array if outputs is None else array.take(outputs, 0)
+        small = small if inputs is None else small.take(inputs, weight.axis)
+        small = array.copy() if small is array else small
+        middle = source.rank * source.inputs
+        down, up = factors[:middle].reshape(source.rank, -1), factors[middle:].reshape(source.rank, -1)
+        small[weight.centre] += (up.T @ down).astype(array.dtype, copy=False)
+        made = torch.from_numpy(small)
+        return made if weight.axis == 1 else made.permute(0, 3, 1, 2)
+
+    def _any(self, name: str, row: Row, geometry: Geometry, factors: Tensor) -> Tensor:
+        """Any layer with any adapter, on any device."""
+        source, weight = row.source, self._cut(self.base.tensors[name], row)
+        assert isinstance(source, LowRank | Pointwise)
+        wide = weight if weight.dtype.itemsize >= 4 else weight.float()
+        parts = list(matrices(factors.to(wide.dtype), source.rows))
+        pairs = zip(row.shape[:2], self.task.cuts.of(row).indices[:2], strict=True)
+        left, outputs, inputs = geometry.cut(
+            *(np.arange(n) if index is None else index for n, index in pairs)
         )
-        return whole.cut(first, second)
+        if isinstance(source, Pointwise):
+            _check_sizes(name, (source.outputs, source.inputs), (left.outputs, left.inputs // left.groups))
+            return add_(wide, pointwise(parts[0], left), left).to(weight.dtype)
+        kernel = geometry.kernel if source.taps > 1 else ()
+        whole = geometry if source.whole else left
+        _check_sizes(
+            name,
+            (source.inputs, source.taps, source.outputs),
+            (whole.inputs, math.prod(kernel), whole.outputs),
+        )
+        down, up = parts[0].view(source.rank, source.inputs, *kernel), parts[1]
+        if source.whole:
+            down = down[:, torch.from_numpy(inputs).to(self.device)]
+            up = up[:, torch.from_numpy(outputs).to(self.device)]
+        return add_(wide, low_rank(down, up, left), left).to(weight.dtype)
 
 
-def _low_rank(
-    name: str, source: LowRank, factors: list[Tensor], geometry: Geometry, outputs: Any, inputs: Any
-) -> Tensor:
-    down, up = factors
-    taps = math.prod(geometry.kernel) if source.taps > 1 else 1
-    if source.whole:
-        if source.inputs <= inputs.max() or source.outputs <= outputs.max() or source.taps != taps:
-            _check_sizes(name, (source.inputs, source.taps, source.outputs), (len(inputs), taps, len(outputs)))
-        down = down.view(source.rank, source.inputs, taps)[:, torch.from_numpy(inputs).to(down.device)]
-        up = up[:, torch.from_numpy(outputs).to(up.device)]
-    else:
-        _check_sizes(name, (source.inputs, source.taps, source.outputs), (geometry.inputs, taps, geometry.outputs))
-    kernel = geometry.kernel if taps > 1 else ()
-    return low_rank(down.reshape(source.rank, geometry.inputs, *kernel), up, geometry)
+def _is_plain(source: LowRank | Pointwise) -> bool:
+    return isinstance(source, LowRank) and not source.whole and source.taps == 1
 
 
-def adapter_rows(row: Row) -> tuple[tuple[int, int], ...]:
+def _is_own(row: Row) -> bool:
+    return isinstance(row.source, Values)
+
+
+def rows_of(row: Row) -> tuple[tuple[int, int], ...]:
     """The matrices of a row's adapter; none where it has no adapter."""
     return row.source.rows if isinstance(row.source, LowRank | Pointwise) else ()
 
 
-def _cut(tensor: Tensor, indices: Indices) -> Tensor:
-    """What is left of a tensor, in memory of its own and in its layout."""
-    axes = [axis for axis, index in enumerate(indices) if index is not None]
-    if not axes:
-        return tensor.clone()
-    last = (
-        tensor.dim() == 4
-        and not tensor.is_contiguous()
-        and tensor.is_contiguous(memory_format=torch.channels_last)
-    )
-    out = tensor.permute(0, 2, 3, 1) if last else tensor
-    for axis in axes:
-        index = indices[axis]
-        assert index is not None
-        out = out.index_select((0, 3, 1, 2)[axis] if last else axis, index)
-    return out.permute(0, 3, 1, 2) if last else out
-
-
-def _like(original: Tensor, values: Tensor) -> Tensor:
-    if isinstance(original, nn.Parameter):
-        return nn.Parameter(values, requires_grad=original.requires_grad)
-    return values
-
-
 def _check_sizes(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if found != expected:
-        raise TaskFileError("sizes", f"the adapter of {ascii(name)} has sizes {found}, expected {expected}")
+        raise TaskFileError("sizes", f"the adapter of {name!a} has sizes {found}, expected {expected}")
 
 
 def _check_finite(name: str, tensor: Tensor) -> None:
     if not bool(torch.isfinite(tensor).all()):
         raise TaskFileError(
             "overflow",
-            f"fusing {ascii(name)} gives numbers beyond {tensor.dtype}; build on the base in a wider dtype, "
+            f"fusing {name!a} gives numbers beyond {tensor.dtype}; build on the base in a wider dtype, "
             "or learn the task again",
         )
 
@@ -266,12 +253,13 @@ def resize_(task: Task, modules: dict[str, nn.Module]) -> None:
 def sizes_left(task: Task, modules: dict[str, nn.Module]) -> dict[str, dict[str, Any]]:
     """The attributes that modules need, by path, once their tensors are cut."""
     kept: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for row in task.table.rows:
-        left = task.table.kept(row, task.masks)
-        if row.path in task.table.heads or any(mask is not None for mask in left):
-            indices = tuple(None if mask is None else np.flatnonzero(mask) for mask in left)
-            kept.setdefault(row.path, {}).update(dict.fromkeys(row.keys, indices))
-    found = {path: resized_by_tensors(modules[path], own) or {} for path, own in kept.items()}
+        cut = task.cuts.of(row)
+        if not cut.is_whole or row.path in task.table.heads:
+            kept.setdefault(row.path, {}).update(dict.fromkeys(row.keys, cut.indices))
+    for path, own in kept.items():
+        found[path] = resized_by_tensors(modules[path], own) or {}
     for path, values in task.table.attributes.items():
         module = modules[path]
         for key, value in values.items():
@@ -294,7 +282,9 @@ def _check_attribute(path: str, key: str, value: int | tuple[int, ...], base: ob
         type(old) is int and new <= old for new, old in zip(news, olds, strict=True)
     )
     if not fits:
-        raise TaskFileError("base", f"{ascii(path)}.{ascii(key)[1:-1]} is no size of the base that could be {value}")
+        raise TaskFileError(
+            "base", f"{path!a}.{ascii(key)[1:-1]} is no size of the base that could be {value}"
+        )
 
 
 def _close_fast_paths(

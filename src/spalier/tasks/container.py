@@ -85,7 +85,9 @@ def read(path: Path, limit: int = MAX_BYTES) -> Contents:
 def _header_length(start: bytes, size: int) -> int:
     for magic, what in _FOREIGN.items():
         if start.startswith(magic):
-            raise TaskFileError("foreign", f"the file is {what}, expected a task file (NAME.task.safetensors)")
+            raise TaskFileError(
+                "foreign", f"the file is {what}, expected a task file (NAME.task.safetensors)"
+            )
     if len(start) < 8:
         raise TaskFileError("truncated", f"the file has {size} bytes, too few for a task file")
     (length,) = struct.unpack("<Q", start[:8])
@@ -104,13 +106,17 @@ def _parsed(header: bytes, size: int) -> tuple[list[_Entry], dict[str, Any]]:
         raise TaskFileError("header", "the header is a list, expected names and tensors")
     metadata = found.pop("__metadata__", None)
     if not isinstance(metadata, dict) or set(metadata) != {KEY} or not isinstance(metadata[KEY], str):
-        raise TaskFileError("header", f"the file has no metadata {KEY!r} (and nothing else): it is no task file")
+        raise TaskFileError(
+            "header", f"the file has no metadata {KEY!r} (and nothing else): it is no task file"
+        )
     description = parse("metadata", "the description", metadata[KEY].encode("utf-8", "surrogatepass"))
     if not isinstance(description, dict):
         raise TaskFileError("metadata", "the description is a list, expected fields and values")
     unknown = sorted(set(found) - set(TENSORS))
     if unknown:
-        raise TaskFileError("tensors", f"the file holds {ascii(unknown[0][:60])}, expected only {', '.join(TENSORS)}")
+        raise TaskFileError(
+            "tensors", f"the file holds {unknown[0][:60]!a}, expected only {', '.join(TENSORS)}"
+        )
     entries = sorted((_entry(name, spec) for name, spec in found.items()), key=lambda e: (e.begin, e.end))
     end = 0
     for entry in entries:
@@ -118,7 +124,9 @@ def _parsed(header: bytes, size: int) -> tuple[list[_Entry], dict[str, Any]]:
             raise TaskFileError("ranges", f"{entry.name} begins at {entry.begin}, expected {end}")
         end = entry.end
     if end > size:
-        raise TaskFileError("truncated", f"the tensors need {end:,} bytes, and the file has {size:,} for them")
+        raise TaskFileError(
+            "truncated", f"the tensors need {end:,} bytes, and the file has {size:,} for them"
+        )
     if end < size:
         raise TaskFileError("ranges", f"{size - end:,} bytes at the end belong to no tensor")
     return entries, description
@@ -130,7 +138,7 @@ def _entry(name: str, spec: object) -> _Entry:
     dtype, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]
     if dtype not in TENSORS[name]:
         raise TaskFileError(
-            "dtype", f"{name} is {ascii(str(dtype)[:20])}, expected {' or '.join(sorted(TENSORS[name]))}"
+            "dtype", f"{name} is {str(dtype)[:20]!a}, expected {' or '.join(sorted(TENSORS[name]))}"
         )
     if not (_whole(shape, 1) and _whole(offsets, 2)):
         raise TaskFileError("header", f"{name} has another shape or range than one axis, from begin to end")
@@ -143,7 +151,9 @@ def _entry(name: str, spec: object) -> _Entry:
 def _whole(values: object, count: int) -> bool:
     """True for a list of so many whole numbers of at most 63 bits."""
     return (
-        isinstance(values, list) and len(values) == count and all(type(v) is int and 0 <= v < 2**63 for v in values)
+        isinstance(values, list)
+        and len(values) == count
+        and all(type(v) is int and 0 <= v < 2**63 for v in values)
     )
 
 

@@ -27,7 +27,7 @@ from spalier.structure.structure import Structure
 from spalier.tasks import fingerprint, table
 from spalier.tasks.description import Density
 from spalier.tasks.fingerprint import Fingerprint
-from spalier.tasks.table import Integers, Placement, Row, Source, Table, Values, Writer
+from spalier.tasks.table import Integers, Mask, Placement, Row, Source, Table, Values, Writer
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Described:
     """All that makes a task of a network."""
 
     table: Table
-    masks: list[table.Mask]
+    masks: list[Mask]
     adapters: Tensor
     values: Tensor
     base: Fingerprint
@@ -51,7 +51,9 @@ def describe(net: nn.Module, structure: Structure | None) -> Described:
     check_finite(net)
     structure = structure or attachment.structure
     if MARK in net.__dict__ and structure is None:
-        raise PlanError("the network is pruned, and its structure is not known; pass structure= as for prune_")
+        raise PlanError(
+            "the network is pruned, and its structure is not known; pass structure= as for prune_"
+        )
     return _Describer(net, attachment, structure).described()
 
 
@@ -70,14 +72,20 @@ class _Describer:
         self.ties = first_names(tensors_of(self.net))
         self.owners = owners_of(self.net, self.ties)
         self.bases = _base_tensors(self.attachment, self.owners)
-        self.writers = [] if structure is None else [w for w in structure.writers if w.name in self.kept.writers]
-        self.learned_in = {id(entry.copy) for entry in self.attachment.replaced if isinstance(entry.copy, nn.Parameter)}
+        self.writers = (
+            [] if structure is None else [w for w in structure.writers if w.name in self.kept.writers]
+        )
+        self.learned_in = {
+            id(entry.copy) for entry in self.attachment.replaced if isinstance(entry.copy, nn.Parameter)
+        }
         for name in self.owners:
             self._add(name)
         streams = () if structure is None else tuple((s.name, s.size) for s in structure.streams)
         own = [self.kept.writers[w.name] for w in self.writers]
         paths = _paths(self.net)
-        heads = tuple(row.name for row in self.attachment.summary.rows if row.learns == "head" and row.name in paths)
+        heads = tuple(
+            row.name for row in self.attachment.summary.rows if row.learns == "head" and row.name in paths
+        )
         made = Table(
             streams,
             tuple(Writer(w.name, w.stream, w.module, w.axis) for w in self.writers),
@@ -86,7 +94,7 @@ class _Describer:
             heads,
             self._folds(),
         )
-        taken = {name: self.bases[name] for name in self.owners if name not in self._own_names()}
+        taken = {name: self.bases[name] for name in self.owners if name not in made.own}
         architecture = fingerprint.architecture(self.attachment.modules, self.ties, heads)
         learned = sum(t.numel() for t in self.adapters) + sum(
             self._current(n).numel() for n in self.owners if id(self._current(n)) in self.learned_in
@@ -112,7 +120,7 @@ class _Describer:
         tensor = self._current(name)
         update = next((u for o in self.owners[name] if (u := updates(o.module).get(o.key)) is not None), None)
         axes = self._axes(name)
-        source: Source = table.Base()
+        source: Source = table.Frozen()
         if update is not None:
             source = _adapted(name, update)
             self.adapters += [p.detach().flatten() for p in update.parameters()]
@@ -170,9 +178,6 @@ class _Describer:
         assert self.structure is not None
         return np.array_equal(units, np.arange(self.structure.streams[stream].size))
 
-    def _own_names(self) -> set[str]:
-        return {n for row in self.rows if isinstance(row.source, Values | Integers) for n in row.names}
-
     def _attributes(self) -> dict[str, dict[str, int | tuple[int, ...]]]:
         """Sizes that a module's tensors do not tell."""
         noted = (self.net.__dict__.get(MARK) or {}).get("attributes", {})
@@ -206,7 +211,9 @@ class _Describer:
 
     def _density(self) -> Density:
         if self.structure is None:
-            total = sum(self._current(n).numel() for n in self.owners if isinstance(self._current(n), nn.Parameter))
+            total = sum(
+                self._current(n).numel() for n in self.owners if isinstance(self._current(n), nn.Parameter)
+            )
             return Density(None, (total, total), None)
         return Density(**Meter(self.net, self.structure).densities())
 
@@ -240,7 +247,11 @@ def _grouped(rows: Sequence[Row]) -> tuple[Row, ...]:
     found: list[Row] = []
     for row in rows:
         last = found[-1] if found else None
-        if last is not None and isinstance(row.source, Values | table.Base | Integers) and _alike(last, row):
+        if (
+            last is not None
+            and isinstance(row.source, Values | table.Frozen | Integers)
+            and _alike(last, row)
+        ):
             source = row.source
             if isinstance(source, Integers) and isinstance(last.source, Integers):
                 source = Integers(last.source.numbers + source.numbers)
@@ -269,8 +280,8 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _adapter(adapter: Any) -> dict[str, Any]:
-    settings = dataclasses.asdict(adapter) if dataclasses.is_dataclass(adapter) else {}
-    return {"kind": type(adapter).__name__, **settings}  # type: ignore[arg-type]
+    fields = dataclasses.fields(adapter) if dataclasses.is_dataclass(adapter) else ()
+    return {"kind": type(adapter).__name__, **{f.name: getattr(adapter, f.name) for f in fields}}
 
 
 def _paths(net: nn.Module) -> set[str]:

@@ -80,14 +80,14 @@ class Description:
         if data.get("format") != FORMAT or type(data.get("format")) is not int:
             raise TaskFileError(
                 "version",
-                f"the file has format {ascii(str(data.get('format'))[:30])}, expected {FORMAT}: it was written by "
+                f"the file has format {str(data.get('format'))[:30]!a}, expected {FORMAT}: it was written by "
                 "another version of Spalier; update this one",
             )
         rest = {key: value for key, value in data.items() if key != "format"}
         needed = {"name", "adapter", "base", "density", "learned", "storage"}
         _check("description", needed <= set(rest), f"the fields {', '.join(sorted(needed))}")
         unknown = set(rest) - {f.name for f in fields(Description)}
-        _check("description", not unknown, f"no {ascii(str(min(unknown, default=''))[:40])}")
+        _check("description", not unknown, f"no {str(min(unknown, default=''))[:40]!a}")
         kinds: dict[str, type] = {
             **dict.fromkeys(("adapter", "metrics", "preprocessing", "provenance", "base", "density"), dict),
             **dict.fromkeys(("name", "storage", "licence"), str),
@@ -129,14 +129,18 @@ def _density(data: dict[str, Any]) -> Density:
     names = {f.name for f in fields(Density)}
     _check("density", set(data) <= names, f"only {', '.join(sorted(names))}")
     for pair in data.values():
-        fits = isinstance(pair, list) and len(pair) == 2 and all(type(n) is int and 0 <= n < 2**63 for n in pair)
+        fits = (
+            isinstance(pair, list) and len(pair) == 2 and all(type(n) is int and 0 <= n < 2**63 for n in pair)
+        )
         _check("density", fits and pair[0] <= pair[1] and pair[1] > 0, "pairs of kept and of")
     return Density(**{name: tuple(data[name]) if name in data else None for name in names})
 
 
 def _check(field: str, holds: bool, expected: str) -> None:
     if not holds:
-        raise TaskFileError("metadata", f"the description's {field} is not what it has to be: expected {expected}")
+        raise TaskFileError(
+            "metadata", f"the description's {field} is not what it has to be: expected {expected}"
+        )
 
 
 def _share(pair: tuple[int, int] | None) -> str:

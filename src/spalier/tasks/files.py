@@ -26,22 +26,24 @@ _PREFIX, _TEMPORARY = ".spalier-", ".tmp"
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     """A regular file and its size. Whatever else has that name is refused, and never opened for long."""
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    flags = (
+        os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    )
     try:
         seen = path.lstat()
         _check_kind(path, seen)
         handle = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
     except FileNotFoundError:
-        raise TaskFileError("missing", f"there is no file {ascii(str(path))}") from None
+        raise TaskFileError("missing", f"there is no file {str(path)!a}") from None
     except (OSError, ValueError) as error:
-        raise TaskFileError("unreadable", f"{ascii(str(path))} cannot be opened: {_reason(error)}") from None
+        raise TaskFileError("unreadable", f"{str(path)!a} cannot be opened: {_reason(error)}") from None
     with os.fdopen(handle, "rb", buffering=0) as file:
         found = os.fstat(handle)
         _check_kind(path, found)
         yield file, found.st_size
         now = os.fstat(handle)
         if (now.st_size, now.st_mtime_ns) != (found.st_size, found.st_mtime_ns):
-            raise TaskFileError("changed", f"{ascii(str(path))} was changed while it was read; try again")
+            raise TaskFileError("changed", f"{str(path)!a} was changed while it was read; try again")
 
 
 def _check_kind(path: Path, found: os.stat_result) -> None:
@@ -53,7 +55,8 @@ def _check_kind(path: Path, found: os.stat_result) -> None:
         raise TaskFileError("not-regular", f"{shown} is a {kind}, expected a regular file")
     if found.st_nlink > 1:
         raise TaskFileError(
-            "hard-link", f"{shown} has {found.st_nlink} names (hard links), so others may change it; copy it first"
+            "hard-link",
+            f"{shown} has {found.st_nlink} names (hard links), so others may change it; copy it first",
         )
 
 
@@ -62,7 +65,9 @@ def read_exactly(file: BinaryIO, size: int) -> bytearray:
     try:
         buffer = bytearray(size)
     except (MemoryError, OverflowError):
-        raise TaskFileError("too-large", f"the file describes {size:,} bytes, more than memory holds") from None
+        raise TaskFileError(
+            "too-large", f"the file describes {size:,} bytes, more than memory holds"
+        ) from None
     view, filled = memoryview(buffer), 0
     while filled < size:
         try:
@@ -70,7 +75,9 @@ def read_exactly(file: BinaryIO, size: int) -> bytearray:
         except OSError as error:
             raise TaskFileError("unreadable", f"the file cannot be read: {_reason(error)}") from None
         if not count:
-            raise TaskFileError("truncated", f"the file ends after {filled} of {size} bytes that were expected here")
+            raise TaskFileError(
+                "truncated", f"the file ends after {filled} of {size} bytes that were expected here"
+            )
         filled += count
     return buffer
 
@@ -91,7 +98,7 @@ def write(path: Path, data: bytes) -> None:
     except OSError as error:
         raise TaskFileError(
             "write",
-            f"{ascii(str(path))} could not be written: {_reason(error)}; what was there before is unchanged",
+            f"{str(path)!a} could not be written: {_reason(error)}; what was there before is unchanged",
         ) from error
 
 
@@ -148,7 +155,7 @@ def locked(folder: Path) -> Iterator[None]:
         handle = os.open(folder / ".lock", flags, 0o666)
     except OSError as error:
         raise TaskFileError(
-            "write", f"the store {ascii(str(folder))} cannot be locked for writing: {_reason(error)}"
+            "write", f"the store {str(folder)!a} cannot be locked for writing: {_reason(error)}"
         ) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

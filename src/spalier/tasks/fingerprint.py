@@ -60,12 +60,12 @@ _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def known(tensor: Tensor) -> Known:
     """The digest of a tensor's values, remembered until PyTorch counts a write to it."""
-    version = _version(tensor)
+    now = version(tensor)
     found: Known | None = _KNOWN.get(tensor)
-    if version is not None and found is not None and found.version == version:
+    if now is not None and found is not None and found.version == now:
         return found
-    made = Known(_digest(tensor), _largest(tensor), version or (0, 0))
-    if version is not None:
+    made = Known(_digest(tensor), _largest(tensor), now or (0, 0))
+    if now is not None:
         _KNOWN[tensor] = made
     return made
 
@@ -75,13 +75,14 @@ def forget() -> None:
     _KNOWN.clear()
 
 
-def _version(tensor: Tensor) -> tuple[int, int] | None:
+def version(tensor: Tensor) -> tuple[int, int] | None:
+    """What changes with every write to a tensor that PyTorch counts; None where it counts none."""
     return None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
 
 
 def _digest(tensor: Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().flatten()
-    return hashlib.sha256(flat.view(torch.uint8).numpy() if flat.numel() else b"").hexdigest()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data if flat.numel() else b"").hexdigest()
 
 
 def _largest(tensor: Tensor) -> float:

@@ -35,7 +35,9 @@ def fold_(net: nn.Module, modules: dict[str, nn.Module], pairs: Sequence[tuple[s
         if isinstance(module, _BatchNorm):
             reason = _obstacle(module, folded.get(module), times)
             if reason:
-                raise TaskFileError("fold", f"{path} cannot be folded exactly: {reason}; build without fold=True")
+                raise TaskFileError(
+                    "fold", f"{path} cannot be folded exactly: {reason}; build without fold=True"
+                )
     for norm, layer in folded.items():
         fold_into_(layer, norm, _LAYERS[type(layer)])
     identities = {norm: _identity(norm) for norm in folded}
@@ -53,7 +55,12 @@ def _obstacle(norm: Any, layer: Any, times: Counter[int]) -> str:
         return f"a {type(norm).__name__} behind a {type(layer).__name__} may do more than the two"
     if norm.running_mean is None or norm.running_var is None:
         return "it has no running statistics"
-    if "forward" in layer.__dict__ or "forward" in norm.__dict__ or layer._forward_hooks or layer._forward_pre_hooks:
+    if (
+        "forward" in layer.__dict__
+        or "forward" in norm.__dict__
+        or layer._forward_hooks
+        or layer._forward_pre_hooks
+    ):
         return "calls of its layer are diverted"
     if times[id(layer.weight)] > 1:
         return "its layer shares the weight with another"

@@ -27,20 +27,20 @@ MAX_INDICES = 1 << 22
 """How many indices all patterns of a table may be for, so that a short one cannot take much memory."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: a third of the time to make
 class Placement:
     """A mask on an axis: index i of the axis goes with unit ``units[i]``, or with unit i where it is None."""
 
     mask: int
     units: Ints | None = None
 
-    def kept(self, masks: Sequence[Mask], size: int) -> Mask:
+    def kept(self, masks: Sequence[Mask]) -> Mask:
         """Which indices of the axis are left."""
         mask = masks[self.mask]
         return mask if self.units is None else (self.units < 0) | mask[self.units]
 
 
-@dataclass(frozen=True)
+@dataclass
 class LowRank:
     """A frozen weight plus ``up^T down``: down has (rank, inputs, taps) numbers, then up (rank, outputs)."""
 
@@ -71,7 +71,7 @@ class Pointwise:
 
 
 @dataclass(frozen=True)
-class Base:
+class Frozen:
     """The base's own numbers."""
 
 
@@ -87,10 +87,10 @@ class Integers:
     numbers: tuple[int, ...]
 
 
-Source = Base | Values | Integers | LowRank | Pointwise
+Source = Frozen | Values | Integers | LowRank | Pointwise
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Row:
     """Tensors of one module that are alike."""
 
@@ -101,10 +101,58 @@ class Row:
     axes: tuple[tuple[Placement, ...], ...]
     source: Source
 
-    @property
-    def names(self) -> list[str]:
+    @cached_property
+    def names(self) -> tuple[str, ...]:
         """The full names of the tensors."""
-        return [f"{self.path}.{key}" if self.path else key for key in self.keys]
+        return tuple(f"{self.path}.{key}" if self.path else key for key in self.keys)
+
+
+@dataclass(eq=False)
+class Cut:
+    """What is left of the tensors of a row."""
+
+    indices: tuple[Ints | None, ...]
+    """Along each axis; None where all of it is left."""
+    shape: tuple[int, ...]
+    is_whole: bool
+
+
+class Cuts:
+    """What masks leave of the tensors of a table; equal axes are looked at once."""
+
+    def __init__(self, masks: Sequence[Mask]) -> None:
+        self.masks = masks
+        self._rows: dict[int, Cut] = {}
+        self._axes: dict[tuple[int, ...], Ints | None] = {}
+
+    def of(self, row: Row) -> Cut:
+        """What is left of a row's tensors."""
+        found = self._rows.get(id(row))  # rows live as long as their table
+        if found is None:
+            pairs = list(zip(row.shape, row.axes, strict=True))
+            indices = tuple(self._axis(size, placed) for size, placed in pairs)
+            shape = tuple(
+                size if index is None else len(index) for (size, _), index in zip(pairs, indices, strict=True)
+            )
+            found = self._rows[id(row)] = Cut(indices, shape, shape == row.shape)
+        return found
+
+    def _axis(self, size: int, placed: Sequence[Placement]) -> Ints | None:
+        if not placed:
+            return None
+        if any(p.units is not None for p in placed):
+            return self._left(size, placed)
+        key = tuple(p.mask for p in placed)
+        if key not in self._axes:
+            self._axes[key] = self._left(size, placed)
+        return self._axes[key]
+
+    def _left(self, size: int, placed: Sequence[Placement]) -> Ints | None:
+        kept = placed[0].kept(self.masks)
+        for placement in placed[1:]:
+            kept = kept & placement.kept(self.masks)
+        index = np.flatnonzero(kept)
+        return None if len(index) == size else index
 
 
 @dataclass(frozen=True)
@@ -138,6 +186,13 @@ class Table:
         """How many units each mask is for."""
         return [size for _, size in self.streams] + [self.streams[w.stream][1] for w in self.writers]
 
+    @cached_property
+    def own(self) -> frozenset[str]:
+        """The tensors that the task has of its own."""
+        return frozenset(
+            name for row in self.rows if isinstance(row.source, Values | Integers) for name in row.names
+        )
+
     @property
     def mask_bytes(self) -> int:
         """How many bytes the packed masks have."""
@@ -161,7 +216,7 @@ class Table:
         for number, writer in enumerate(self.writers, start=len(self.streams)):
             if (masks[number] & ~masks[writer.stream]).any():
                 raise TaskFileError(
-                    "mask", f"the writer {ascii(writer.name)} keeps units that its stream does not have"
+                    "mask", f"the writer {writer.name!a} keeps units that its stream does not have"
                 )
         return masks
 
@@ -169,22 +224,6 @@ class Table:
         """The masks as bytes."""
         packed = [np.packbits(mask, bitorder="little") for mask in masks]
         return np.concatenate(packed) if packed else np.zeros(0, np.uint8)
-
-    def kept(self, row: Row, masks: Sequence[Mask]) -> list[Mask | None]:
-        """Which indices of each axis are left; None where all are."""
-        found: list[Mask | None] = []
-        for size, placed in zip(row.shape, row.axes, strict=True):
-            left: Mask | None = None
-            for placement in placed:
-                kept = placement.kept(masks, size)
-                left = kept if left is None else left & kept
-            found.append(None if left is None or left.all() else left)
-        return found
-
-    def shape_left(self, row: Row, masks: Sequence[Mask]) -> tuple[int, ...]:
-        """What is left of a row's shape."""
-        kept = zip(row.shape, self.kept(row, masks), strict=True)
-        return tuple(size if left is None else int(left.sum()) for size, left in kept)
 
     # as data
 
@@ -201,14 +240,16 @@ class Table:
             }
         ).encode("utf-8")
         if len(text) > MAX_TABLE:
-            raise TaskFileError("table", f"the layer table has {len(text):,} bytes, expected at most {MAX_TABLE:,}")
+            raise TaskFileError(
+                "table", f"the layer table has {len(text):,} bytes, expected at most {MAX_TABLE:,}"
+            )
         return zlib.compress(text, 9), len(text)
 
     @staticmethod
     def from_bytes(raw: bytes, length: object) -> Table:
         """The table that was written; anything else is an error."""
         if type(length) is not int or not 0 < length <= MAX_TABLE:
-            raise TaskFileError("table", f"the layer table is said to have {ascii(str(length)[:30])} bytes")
+            raise TaskFileError("table", f"the layer table is said to have {str(length)[:30]!a} bytes")
         inflate = zlib.decompressobj()
         try:
             text = inflate.decompress(raw, length)
@@ -216,14 +257,15 @@ class Table:
             raise TaskFileError("table", "the layer table is not deflated data") from None
         if len(text) != length or not inflate.eof or inflate.unused_data or inflate.unconsumed_tail:
             raise TaskFileError("table", f"the layer table does not inflate to {length:,} bytes")
-        return _Parser(parse("table", "the layer table", text)).table()
+        plain = text.isascii() and b"\\" not in text and text.decode("ascii").isprintable()
+        return _Parser(parse("table", "the layer table", text), is_safe=plain).table()
 
 
 def _coded_row(row: Row) -> list[Any]:
     axes = [[_coded_placement(p) for p in placed] for placed in row.axes]
     source: list[Any]
     match row.source:
-        case Base():
+        case Frozen():
             source = ["base"]
         case Values():
             source = ["values"]
@@ -242,7 +284,9 @@ def _coded_placement(placement: Placement) -> int | list[Any]:
         return placement.mask
     count = int(units.max()) + 1
     run = int((units != units[0]).argmax()) or len(units)
-    if len(units) % (count * run) == 0 and np.array_equal(units, pattern(count, run, len(units) // (count * run))):
+    if len(units) % (count * run) == 0 and np.array_equal(
+        units, pattern(count, run, len(units) // (count * run))
+    ):
         return [placement.mask, count, run, len(units) // (count * run)]
     return [placement.mask, units.tolist()]
 
@@ -259,22 +303,24 @@ def pattern(units: int, run: int, times: int) -> Ints:
 class _Parser:
     """Plain data into a table, each part checked."""
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, *, is_safe: bool) -> None:
         self.data = data
+        self.is_safe = is_safe
+        """Whether no text in it can hold more than printable ASCII."""
         self.sizes: list[int] = []
         self._indices = 0
+        self._whole: dict[int, Placement] = {}
 
     def table(self) -> Table:
         fields = {"streams", "writers", "rows", "attributes", "heads", "folds"}
         if not isinstance(self.data, dict) or set(self.data) != fields:
             raise _wrong(f"the layer table has other fields than {', '.join(sorted(fields))}")
-        streams = tuple(
-            (self._text(name), self._size(units, 1))
-            for name, units in self._lists("streams", 2)
-        )
+        streams = tuple((self._text(name), self._size(units, 1)) for name, units in self._lists("streams", 2))
         self._check_unique("stream", [name for name, _ in streams])
         writers = tuple(
-            Writer(self._text(n), self._number(s, 0, len(streams) - 1), self._text(m), self._number(a, -64, 63))
+            Writer(
+                self._text(n), self._number(s, 0, len(streams) - 1), self._text(m), self._number(a, -64, 63)
+            )
             for n, s, m, a in self._lists("writers", 4)
         )
         self._check_unique("writer", [w.name for w in writers])
@@ -286,33 +332,33 @@ class _Parser:
         return Table(streams, writers, rows, self._attributes(), heads, folds)
 
     def _row(self, path: Any, keys: Any, shape: Any, axes: Any, source: Any) -> Row:
-        sizes = tuple(self._size(n, 0) for n in self._list(shape))
-        if len(sizes) > 16 or math.prod(sizes) > MAX_SIZE:
-            raise _wrong(f"{ascii(str(path)[:60])} is said to have the shape {str(sizes)[:60]}")
-        placed = self._list(axes)
-        if len(placed) != len(sizes):
-            raise _wrong(f"{ascii(str(path)[:60])} has {len(sizes)} axes, and masks for {len(placed)}")
+        where = self._text(path)
+        sizes = tuple(self._list(shape))
+        if not all(type(n) is int and 0 <= n < 2**31 for n in sizes) or math.prod(sizes) > MAX_SIZE:
+            raise _wrong(f"{where[:60]!a} is said to have the shape {str(sizes)[:60]!a}")
+        if len(sizes) > 16 or len(self._list(axes)) != len(sizes):
+            raise _wrong(f"{where[:60]!a} has {len(sizes)} axes, and masks for {len(axes)}")
         names = tuple(self._text(key) for key in self._list(keys))
         if not names or any("." in name or not name for name in names):
-            raise _wrong(f"{ascii(str(path)[:60])} has no keys, or keys with dots")
+            raise _wrong(f"{where[:60]!a} has no keys, or keys with dots")
         on = tuple(
-            tuple(self._placement(p, n) for p in self._list(several))
-            for several, n in zip(placed, sizes, strict=True)
+            tuple([self._placement(p, n) for p in self._list(several)])
+            for several, n in zip(axes, sizes, strict=True)
         )
-        return Row(self._text(path), names, sizes, on, self._source(self._list(source), sizes, len(names)))
+        return Row(where, names, sizes, on, self._source(self._list(source), sizes, len(names)))
 
     def _placement(self, data: Any, size: int) -> Placement:
         if type(data) is int:
-            mask, units = data, None
-            self._number(mask, 0, len(self.sizes) - 1)
-            if self.sizes[mask] != size:
-                raise TaskFileError("mask", f"a mask of {self.sizes[mask]} units lies on an axis of {size}")
-            return Placement(mask)
+            if not (0 <= data < len(self.sizes) and self.sizes[data] == size):
+                raise TaskFileError("mask", f"mask {data} does not fit an axis of {size}")
+            return self._whole.setdefault(data, Placement(data))
         entry = self._list(data)
         if len(entry) == 4:
             mask, count, run, times = (self._number(n, 0, 2**31) for n in entry)
             if count * run * times != size or not size:
-                raise TaskFileError("mask", f"a pattern of {count * run * times} indices lies on an axis of {size}")
+                raise TaskFileError(
+                    "mask", f"a pattern of {count * run * times} indices lies on an axis of {size}"
+                )
             self._indices += size
             if self._indices > MAX_INDICES:
                 raise _wrong(f"the patterns are for more than {MAX_INDICES:,} indices")
@@ -330,7 +376,7 @@ class _Parser:
     def _source(self, data: list[Any], shape: tuple[int, ...], several: int) -> Source:
         kind, numbers = (data[0], data[1:]) if data else (None, [])
         if kind in ("base", "values") and not numbers:
-            return Base() if kind == "base" else Values()
+            return Frozen() if kind == "base" else Values()
         if kind == "integers":
             if len(numbers) != several * math.prod(shape):
                 raise _wrong(f"{len(numbers)} whole numbers are given for {several} tensors of shape {shape}")
@@ -341,7 +387,7 @@ class _Parser:
                 return LowRank(sizes[0], sizes[1], sizes[2], sizes[3], kind == "low-rank-whole")
             if kind == "pointwise" and len(sizes) == 2:
                 return Pointwise(sizes[0], sizes[1])
-        raise _wrong(f"numbers come from {ascii(str(data)[:60])}, which is not known")
+        raise _wrong(f"numbers come from {str(data)[:60]!a}, which is not known")
 
     def _attributes(self) -> dict[str, dict[str, int | tuple[int, ...]]]:
         found: dict[str, dict[str, int | tuple[int, ...]]] = {}
@@ -369,26 +415,26 @@ class _Parser:
 
     def _list(self, value: Any) -> list[Any]:
         if not isinstance(value, list):
-            raise _wrong(f"{ascii(str(value)[:40])} stands where a list is expected")
+            raise _wrong(f"{str(value)[:40]!a} stands where a list is expected")
         return value
 
     def _text(self, value: Any) -> str:
         if not isinstance(value, str) or len(value) > 1000:
-            raise _wrong(f"{ascii(str(value)[:40])} stands where a name is expected")
-        return check_text("the layer table", value)
+            raise _wrong(f"{str(value)[:40]!a} stands where a name is expected")
+        return value if self.is_safe else check_text("the layer table", value)
 
     def _size(self, value: Any, least: int) -> int:
         return self._number(value, least, 2**31 - 1)
 
     def _number(self, value: Any, least: int, most: int) -> int:
         if type(value) is not int or not least <= value <= most:
-            raise _wrong(f"{ascii(str(value)[:40])} stands where a number from {least} to {most} is expected")
+            raise _wrong(f"{str(value)[:40]!a} stands where a number from {least} to {most} is expected")
         return value
 
     def _check_unique(self, what: str, names: list[str]) -> None:
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise _wrong(f"the {what} {ascii(twice[:60])} occurs twice")
+            raise _wrong(f"the {what} {twice[:60]!a} occurs twice")
 
 
 def _wrong(message: str) -> TaskFileError:

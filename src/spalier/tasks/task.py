@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 from spalier.errors import TaskFileError
 from spalier.tasks import container, files
 from spalier.tasks.base import Base
-from spalier.tasks.build import adapter_rows, build
+from spalier.tasks.build import build, rows_of
 from spalier.tasks.description import Description
 from spalier.tasks.storage import Storage, check_storage, quantised, restored, stored
-from spalier.tasks.table import Mask, Table, Values
+from spalier.tasks.table import Cuts, Mask, Table, Values
 from spalier.tasks.text import SUFFIX, check_name
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class Task:
         description = replace(self.description, storage=storage)
         values = stored(self.values, storage, "norms or head")
         if storage == "int8":
-            codes, scales = quantised(self.adapter_values(), self._adapter_rows)
+            codes, scales = quantised(self.adapter_values(), self.adapter_rows)
             return replace(self, description=description, adapters=codes, scales=scales, values=values)
         adapters = stored(self.adapter_values(), storage, "adapters")
         return replace(self, description=description, adapters=adapters, scales=torch.empty(0), values=values)
@@ -143,7 +144,7 @@ class Task:
         """
         target = Path(path)
         if not target.name.endswith(SUFFIX):
-            raise TaskFileError("name", f"{ascii(target.name)} does not end in {SUFFIX}, as task files do")
+            raise TaskFileError("name", f"{target.name!a} does not end in {SUFFIX}, as task files do")
         check_name(target.name.removesuffix(SUFFIX))
         data = self.to_bytes(storage=storage)
         files.write(target, data)
@@ -175,38 +176,45 @@ class Task:
 
     def adapter_values(self) -> Tensor:
         """The numbers of all adapters."""
-        return restored(self.adapters, self.scales, self._adapter_rows) if self._is_coded else self.adapters
+        return restored(self.adapters, self.scales, self.adapter_rows) if self._is_coded else self.adapters
 
     @property
     def _is_coded(self) -> bool:
         return self.adapters.dtype == torch.int8
 
     @cached_property
-    def _adapter_rows(self) -> list[tuple[int, int]]:
-        return [shape for row in self.table.rows for shape in adapter_rows(row)]
+    def cuts(self) -> Cuts:
+        """What the masks leave of each tensor."""
+        return Cuts(self.masks)
+
+    @cached_property
+    def adapter_rows(self) -> list[tuple[int, int]]:
+        """The matrices of all adapters: how many rows each has, and how long these are."""
+        return [shape for row in self.table.rows for shape in rows_of(row)]
 
     def check(self) -> None:
         """Refuse numbers that the table has no place for, or that are none."""
-        count = sum(rows * length for rows, length in self._adapter_rows)
-        scales = sum(rows for rows, _ in self._adapter_rows) if self._is_coded else 0
+        count = sum(rows * length for rows, length in self.adapter_rows)
+        scales = sum(rows for rows, _ in self.adapter_rows) if self._is_coded else 0
         own = 0
         for row in self.table.rows:
             if isinstance(row.source, Values):
-                size = len(row.keys)
-                for n in self.table.shape_left(row, self.masks):
-                    size *= n
-                own += size
+                own += len(row.keys) * math.prod(self.cuts.of(row).shape)
         for what, tensor, expected in (
             ("adapters", self.adapters, count),
             ("scales", self.scales, scales),
             ("values", self.values, own),
         ):
             if tensor.numel() != expected:
-                raise TaskFileError("sizes", f"{what} has {tensor.numel():,} numbers, the table says {expected:,}")
+                raise TaskFileError(
+                    "sizes", f"{what} has {tensor.numel():,} numbers, the table says {expected:,}"
+                )
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 raise TaskFileError("non-finite", f"{what} holds NaN or infinite numbers")
         if self._is_coded != (self.description.storage == "int8"):
-            raise TaskFileError("metadata", f"the storage is said to be {self.description.storage}, and is not")
+            raise TaskFileError(
+                "metadata", f"the storage is said to be {self.description.storage}, and is not"
+            )
 
 
 def _checked(contents: container.Contents) -> Task:

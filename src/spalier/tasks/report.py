@@ -1,0 +1,95 @@
+"""What many tasks cost together: on disk, in memory, and against a network for each.
+
+The paper's T > 1/d leaves out the adapters themselves. With d the density of the weights and a the share of the base's
+bytes that a task file has, T tasks cost 1 + T a bases' worth as task files and T d as networks of their own; files pay
+from T (d - a) > 1 on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from spalier._table import table
+from spalier.errors import TaskFileError
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One task: bytes of its file, and of a network of its own."""
+
+    name: str
+    file: int
+    network: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """Bytes of all tasks on one base, and when that pays. Print it."""
+
+    base: int
+    """Bytes of the base."""
+    costs: tuple[Cost, ...]
+
+    @property
+    def on_disk(self) -> int:
+        """The base and all task files."""
+        return self.base + sum(cost.file for cost in self.costs)
+
+    @property
+    def networks(self) -> int:
+        """A network of its own for each task."""
+        return sum(cost.network for cost in self.costs)
+
+    def resident(self, ready: int | None = None) -> int:
+        """Bytes in memory: the base, and so many built networks, the largest ones; all of them if not said."""
+        sizes = sorted((cost.network for cost in self.costs), reverse=True)
+        return self.base + sum(sizes[:ready])
+
+    @property
+    def break_even(self) -> int | None:
+        """From how many such tasks on the base and their files take fewer bytes than networks; None if never."""
+        if not self.costs:
+            return None
+        saved = (self.networks - sum(cost.file for cost in self.costs)) / len(self.costs)
+        return None if saved <= 0 else math.floor(self.base / saved) + 1
+
+    def __str__(self) -> str:
+        rows = [[c.name, f"{c.file:,}", f"{c.network:,}", f"{c.file / c.network:.1%}"] for c in self.costs]
+        even = self.break_even
+        pays = (
+            "a network of its own for each takes less, however many there are"
+            if even is None
+            else f"the base and task files take less from {even} such tasks on"
+        )
+        return "\n".join(
+            [
+                table(["task", "file", "network", "file / network"], rows),
+                f"on disk: {self.on_disk:,} bytes with the base ({self.base:,}), {self.networks:,} as networks",
+                f"in memory: {self.resident(1):,} bytes with one task ready, {self.resident():,} with all",
+                pays,
+            ]
+        )
+
+
+def report(listed: Sequence[Any], base: nn.Module | None) -> Report:
+    """What the tasks of a store cost."""
+    bases = {entry.task.description.base.architecture for entry in listed}
+    if len(bases) > 1:
+        raise TaskFileError(
+            "base", f"the store's tasks are for {len(bases)} bases; keep a store for each base"
+        )
+    costs = []
+    whole = 0 if base is None else sum(p.numel() * p.element_size() for p in base.parameters())
+    for entry in listed:
+        weights = entry.task.description.density.weights
+        if weights is None:
+            raise TaskFileError("metadata", f"the task {entry.name!r} does not say how many weights it keeps")
+        width = 4 if base is None or not weights[1] else whole / weights[1]
+        costs.append(Cost(entry.name, entry.size, round(weights[0] * width)))
+        whole = whole or weights[1] * 4
+    return Report(whole, tuple(costs))
