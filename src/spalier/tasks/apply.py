@@ -40,18 +40,18 @@ def apply_(task: Task, net: nn.Module, example: Any) -> None:
     check_base(task, base)
     adapter = _adapter(task)
     structure = None if example is None else _traced(task, base, example)
-    norms = {row.path for row in task.table.rows if isinstance(row.source, Values) and _learns(base, row)}
     heads = list(task.table.heads)
-    chosen = {row.path for row in task.table.rows if rows_of(row)}
+    learned = _owners(base, {n for row in task.table.rows if isinstance(row.source, Values) for n in row.names})
+    chosen = _owners(base, {name for row in task.table.rows if rows_of(row) for name in row.names})
     if isinstance(adapter, FineTune):
-        chosen = norms - set(heads)
+        chosen = learned - set(heads)
     try:
         attach_(
             net,
             adapter,
             targets=lambda name, module: name in chosen,
             head=heads or None,
-            norms=any(is_norm(base.modules[path]) for path in norms),
+            norms=any(is_norm(base.modules[path]) for path in learned if path in base.modules),
         )
     except SpalierError as error:
         raise TaskFileError("base", f"the task's adapters do not fit the base: {error}") from error
@@ -67,8 +67,13 @@ def apply_(task: Task, net: nn.Module, example: Any) -> None:
     attachment.structure = structure
 
 
-def _learns(base: Base, row: Row) -> bool:
-    return any(isinstance(base.tensors[name], nn.Parameter) for name in row.names)
+def _owners(base: Base, names: set[str]) -> set[str]:
+    """The modules that hold any of these parameters, also those that share one with another."""
+    return {
+        name.rpartition(".")[0]
+        for name, first in base.ties.items()
+        if first in names and base.flags[first] is not None
+    }
 
 
 def _adapter(task: Task) -> Any:

@@ -97,6 +97,7 @@ class _Maker:
         self._adapters = adapters.to(self.device)
         self._array = adapters.numpy()
         self._start = 0
+        self._arena = _Arena(task, base)
         sizes = [
             math.prod(task.cuts.of(row).shape) for row in task.table.rows if _is_own(row) for _ in row.keys
         ]
@@ -181,12 +182,21 @@ class _Maker:
         assert isinstance(source, LowRank)
         _check_sizes(name, (source.outputs, source.inputs), cut.shape[:2])
         (outputs, inputs), array = cut.indices[:2], weight.array
-        small = array if outputs is None else array.take(outputs, 0)
-        small = small if inputs is None else small.take(inputs, weight.axis)
-        small = array.copy() if small is array else small
+        shape = cut.shape if weight.axis == 1 else (cut.shape[0], *cut.shape[2:], cut.shape[1])
+        small = self._arena.piece(array.dtype, shape)
+        if outputs is not None and inputs is not None:
+            rows = self._arena.scratch(array.dtype, (len(outputs), *array.shape[1:]))
+            array = array.take(outputs, 0, rows, "clip")
+            array.take(inputs, weight.axis, small, "clip")
+        elif outputs is not None:
+            array.take(outputs, 0, small, "clip")
+        elif inputs is not None:
+            array.take(inputs, weight.axis, small, "clip")
+        else:
+            np.copyto(small, array)
         middle = source.rank * source.inputs
         down, up = factors[:middle].reshape(source.rank, -1), factors[middle:].reshape(source.rank, -1)
-        small[weight.centre] += (up.T @ down).astype(array.dtype, copy=False)
+        small[weight.centre] += (up.T @ down).astype(small.dtype, copy=False)
         made = torch.from_numpy(small)
         return made if weight.axis == 1 else made.permute(0, 3, 1, 2)
 
@@ -215,6 +225,43 @@ class _Maker:
             down = down[:, torch.from_numpy(inputs).to(self.device)]
             up = up[:, torch.from_numpy(outputs).to(self.device)]
         return add_(wide, low_rank(down, up, left), left).to(weight.dtype)
+
+
+class _Arena:
+    """One piece of memory for all weights of a network.
+
+    The system hands out fresh memory page by page, which for hundreds of tensors costs more than filling them; of one
+    large piece numpy asks for large pages.
+    """
+
+    def __init__(self, task: Task, base: Base) -> None:
+        sizes: dict[Any, int] = {}
+        rows: dict[Any, int] = {}
+        for row in task.table.rows:
+            if isinstance(row.source, LowRank) and _is_plain(row.source):
+                array, cut = base.weight(row.names[0]).array, task.cuts.of(row)
+                if array is not None:
+                    sizes[array.dtype] = sizes.get(array.dtype, 0) + _aligned(math.prod(cut.shape))
+                    if cut.indices[0] is not None and cut.indices[1] is not None:
+                        wide = len(cut.indices[0]) * math.prod(row.shape[1:])
+                        rows[array.dtype] = max(rows.get(array.dtype, 0), wide)
+        self._memory = {dtype: np.empty(size, dtype) for dtype, size in sizes.items()}
+        self._scratch = {dtype: np.empty(size, dtype) for dtype, size in rows.items()}
+        self._used = dict.fromkeys(sizes, 0)
+
+    def piece(self, dtype: Any, shape: tuple[int, ...]) -> Any:
+        """The next piece."""
+        start, size = self._used[dtype], math.prod(shape)
+        self._used[dtype] += _aligned(size)
+        return self._memory[dtype][start : start + size].reshape(shape)
+
+    def scratch(self, dtype: Any, shape: tuple[int, ...]) -> Any:
+        """A piece that is good until the next is asked for."""
+        return self._scratch[dtype][: math.prod(shape)].reshape(shape)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 16) * 16
 
 
 def _is_plain(source: LowRank | Pointwise) -> bool:

@@ -90,7 +90,7 @@ def write(path: Path, data: bytes) -> None:
             raise IsADirectoryError("it is a folder")
         try:
             _write_new(temporary, data)
-            os.replace(temporary, path)
+            temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise

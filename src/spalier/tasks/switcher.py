@@ -137,7 +137,7 @@ class Switcher:
 
     def _stamp(self, name: str) -> Stamp:
         try:
-            found = os.stat(self.store.path(name), follow_symlinks=False)
+            found = self.store.path(name).lstat()
         except OSError:
             self.store.load(name)  # says what is wrong
             raise

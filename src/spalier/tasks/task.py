@@ -103,7 +103,7 @@ class Task:
         return self.description
 
     def build(self, base: nn.Module, *, fold: bool = False, share: bool = False) -> nn.Module:
-        """A plain, small, dense network in eval mode: the base cut down, with the adapters added. The base is only read.
+        """A plain, small, dense network in eval mode: the base cut down, the adapters added. The base is only read.
 
         Args:
             base: the network that the task was learned on; its head may have other classes.

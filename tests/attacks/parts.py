@@ -1,0 +1,140 @@
+"""Task files taken apart and put together again, without any of the library's checks."""
+
+import copy
+import json
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from support import awaken_, tiny_cnn
+from torch import nn
+
+import spalier
+from spalier.adapters.attachment import attachment_of
+from spalier.tasks.base import Base
+
+NUMBERS = {"F16": "e", "F32": "f", "F64": "d", "I8": "b", "U8": "B"}
+
+
+def example():
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+@cache
+def base() -> nn.Module:
+    """The base of every valid file here; no attempt may change it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return tiny_cnn().eval()
+
+
+@cache
+def task(storage: str = "exact") -> spalier.Task:
+    """A small task on that base: half of the first stream, and ten of twelve of the second."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(6)
+        net = copy.deepcopy(base())
+        spalier.attach_(net, spalier.SPLoRA(rank=2), head="8", example=example())
+        structure = attachment_of(net).structure
+        spalier.prune_(net, spalier.Plan(structure, {"0": [0, 2, 3, 5], "3": range(10)}))
+        awaken_(net)
+        return spalier.Task.of(net, "a", metrics={"accuracy": 0.5}, classes=["x", "y", "z"])
+
+
+@cache
+def valid(storage: str = "exact") -> bytes:
+    return task().to_bytes(storage=storage)
+
+
+@dataclass
+class Parts:
+    """What a file holds, free to be changed."""
+
+    description: dict[str, Any]
+    table: dict[str, Any]
+    tensors: dict[str, tuple[str, bytes]]
+    """The dtype and the bytes of each tensor but the table."""
+
+    def numbers(self, name: str) -> list[Any]:
+        dtype, raw = self.tensors[name]
+        return [n for (n,) in struct.iter_unpack("<" + NUMBERS[dtype], raw)]
+
+    def set_numbers(self, name: str, numbers: list[Any], dtype: str | None = None) -> None:
+        dtype = dtype or self.tensors[name][0]
+        if dtype == "BF16":
+            raw = b"".join(struct.pack("<f", n)[2:] for n in numbers)
+        else:
+            raw = struct.pack(f"<{len(numbers)}{NUMBERS[dtype]}", *numbers)
+        self.tensors[name] = dtype, raw
+
+    def sign(self) -> None:
+        """Say that the base is the right one, whatever the table says, as a stranger would who has the base."""
+        known, table = Base(base()), self.table
+        own = {
+            ".".join(filter(None, (path, key)))
+            for path, keys, _, _, source in table["rows"]
+            if source[0] in ("values", "integers")
+            for key in keys
+        }
+        self.description["base"] = {
+            "architecture": known.architecture(table["heads"]),
+            "values": known.values_without(frozenset(own)),
+        }
+
+
+def unpack(data: bytes) -> Parts:
+    header, body = split(data)
+    description = json.loads(header.pop("__metadata__")["spalier.task"])
+    raw = {name: (spec["dtype"], body[slice(*spec["data_offsets"])]) for name, spec in header.items()}
+    return Parts(description, json.loads(zlib.decompress(raw.pop("table")[1])), raw)
+
+
+def split(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """The header and the tensors' bytes."""
+    (length,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def join(header: Any, body: bytes) -> bytes:
+    """A container with this header: text as it is, anything else as JSON."""
+    if not isinstance(header, str | bytes):
+        header = json.dumps(header, separators=(",", ":"))
+    raw = header.encode("utf-8", "surrogatepass") if isinstance(header, str) else header
+    return struct.pack("<Q", len(raw)) + raw + body
+
+
+def pack(parts: Parts, *, description: str | None = None, table: str | bytes | None = None) -> bytes:
+    """A file of these parts; the description or the table may be given as they are to stand in the file."""
+    inflated = table if table is not None else json.dumps(parts.table, separators=(",", ":"))
+    if isinstance(inflated, str):
+        inflated = inflated.encode("utf-8", "surrogatepass")
+    said = {"table": len(inflated), **parts.description}
+    text = description if description is not None else json.dumps(said, separators=(",", ":"))
+    return assemble(text, {**parts.tensors, "table": ("U8", zlib.compress(inflated))})
+
+
+def assemble(description: str, tensors: dict[str, tuple[str, bytes]]) -> bytes:
+    """Tensors one behind the other, with a header that says so."""
+    header: dict[str, Any] = {"__metadata__": {"spalier.task": description}}
+    sizes = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+    end, body = 0, b""
+    for name, (dtype, raw) in sorted(tensors.items(), key=lambda item: -sizes.get(item[1][0], 1)):
+        begin, end = end, end + len(raw)
+        shape = [len(raw) // sizes.get(dtype, 1)]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        body += raw
+    return join(header, body)
+
+
+def changed(change: Callable[[Parts], object], storage: str = "exact", *, signed: bool = False) -> bytes:
+    """A valid file with something in it changed."""
+    parts = unpack(valid(storage))
+    parts.description.pop("table")
+    change(parts)
+    if signed:
+        parts.sign()
+    return pack(parts)
