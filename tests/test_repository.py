@@ -69,12 +69,14 @@ CRITERIA_LAYERS = [
 TASKS_LAYERS = [
     {"text", "files", "storage", "fingerprint"},
     {"container", "table", "fold", "base", "description"},
+    {"learned"},
     {"build", "describe"},
-    {"apply", "report"},
+    {"apply", "report", "costs"},
     {"task"},
-    {"store"},
-    {"switcher", "card"},
+    {"card"},
     {"hub"},
+    {"store"},
+    {"switcher"},
 ]
 BUDGET_LAYERS = [{"meter", "ranking"}, {"latency"}, {"select"}]
 PACKAGES = {

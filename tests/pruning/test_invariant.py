@@ -1,4 +1,4 @@
-"""The four-way invariant on the zoo: masked ≡ pruned ≡ fused ≡ saved and reloaded, in float64, coupled and free, twice."""
+"""Four-way invariant on the zoo: masked ≡ pruned ≡ fused ≡ saved and reloaded, in float64, coupled and free, twice."""
 
 import numpy as np
 import pytest

@@ -23,26 +23,28 @@ from spalier.pruning.cuts import Cutter, owners_of
 from spalier.pruning.kept import MARK
 from spalier.pruning.spread import set_spread_
 from spalier.tasks.base import Base
-from spalier.tasks.build import check_base, rows_of, sizes_left
+from spalier.tasks.build import check_base, sizes_left
+from spalier.tasks.learned import Learned
 from spalier.tasks.storage import matrices
 from spalier.tasks.table import Integers, Row, Values
 
 if TYPE_CHECKING:
     from spalier.structure.structure import Structure
-    from spalier.tasks.task import Task
 
 _ADAPTERS: dict[str, type[Any]] = {kind.__name__: kind for kind in (SPLoRA, LoRA, SPPaRA, FineTune)}
 
 
-def apply_(task: Task, net: nn.Module, example: Any) -> None:
+def apply_(task: Learned, net: nn.Module, example: Any) -> None:
     """Attach, cut, and put in what was learned; on any error the base is as it was."""
     base = Base(net)
     check_base(task, base)
     adapter = _adapter(task)
     structure = None if example is None else _traced(task, base, example)
     heads = list(task.table.heads)
-    learned = _owners(base, {n for row in task.table.rows if isinstance(row.source, Values) for n in row.names})
-    chosen = _owners(base, {name for row in task.table.rows if rows_of(row) for name in row.names})
+    learned = _owners(
+        base, {n for row in task.table.rows if isinstance(row.source, Values) for n in row.names}
+    )
+    chosen = _owners(base, {name for row in task.table.rows if row.adapter for name in row.names})
     if isinstance(adapter, FineTune):
         chosen = learned - set(heads)
     try:
@@ -76,7 +78,7 @@ def _owners(base: Base, names: set[str]) -> set[str]:
     }
 
 
-def _adapter(task: Task) -> Any:
+def _adapter(task: Learned) -> Any:
     settings = dict(task.description.adapter)
     kind = _ADAPTERS.get(settings.pop("kind"))
     known = set() if kind is None else {f.name for f in dataclasses.fields(kind)}
@@ -88,7 +90,7 @@ def _adapter(task: Task) -> Any:
         raise TaskFileError("metadata", f"the adapter cannot be made again: {error}") from error
 
 
-def _traced(task: Task, base: Base, example: Any) -> Structure:
+def _traced(task: Learned, base: Base, example: Any) -> Structure:
     from spalier.tracing import trace
 
     for row in task.table.rows:
@@ -106,7 +108,7 @@ def _traced(task: Task, base: Base, example: Any) -> Structure:
 
 
 @torch.no_grad()
-def _fill_(task: Task, net: nn.Module, base: Base, changes: Changes, structure: Structure | None) -> None:
+def _fill_(task: Learned, net: nn.Module, base: Base, changes: Changes, structure: Structure | None) -> None:
     owners = owners_of(net, base.ties)
     cutter = Cutter(attachment_of(net), changes)
     factors, values = matrices(task.adapter_values(), task.adapter_rows), _taken(task)
@@ -133,7 +135,7 @@ def _set_values_(changes: Changes, parameter: nn.Parameter, factor: Tensor) -> N
     changes.set_values_(parameter, new)
 
 
-def _taken(task: Task) -> Iterator[Tensor]:
+def _taken(task: Learned) -> Iterator[Tensor]:
     """The task's own tensors, in the order of the table."""
     start = 0
     for row in task.table.rows:
@@ -162,7 +164,7 @@ def _put_(changes: Changes, places: Any, value: Tensor) -> None:
         changes.set_(owner.module, owner.place, owner.key, new)
 
 
-def _follow_(task: Task, net: nn.Module, changes: Changes, structure: Structure | None) -> None:
+def _follow_(task: Learned, net: nn.Module, changes: Changes, structure: Structure | None) -> None:
     """Attributes, gathers, and the record of what is left."""
     modules = dict(net.named_modules())
     before: dict[str, dict[str, Any]] = {}

@@ -164,7 +164,7 @@ class _Mold:
         for key, value in state.items():
             if key in _CONTAINERS and type(value) is dict and value:
                 self._held.append((key, [(k, None if v is None else id(v)) for k, v in value.items()]))
-            elif not value and type(value) in (dict, OrderedDict, set, list):
+            elif type(value) in (dict, OrderedDict, set, list) and not value:
                 self._empty.append((key, type(value)))
             elif _is_plain(value):
                 self._shared.setdefault(key, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,15 +17,13 @@ from spalier.pruning.attributes import attention_with, resized_by_tensors
 from spalier.pruning.spread import NAME, Spread, spread_output
 from spalier.tasks.base import NUMPY, Base, Weight
 from spalier.tasks.fold import fold_
+from spalier.tasks.learned import Learned
 from spalier.tasks.storage import matrices
 from spalier.tasks.table import Frozen, Integers, Ints, LowRank, Pointwise, Row, Values
 
-if TYPE_CHECKING:
-    from spalier.tasks.task import Task
-
 
 @torch.no_grad()
-def build(task: Task, base: Base, *, fold: bool, share: bool) -> nn.Module:
+def build(task: Learned, base: Base, *, fold: bool, share: bool) -> nn.Module:
     """The network that a task makes of its base."""
     check_base(task, base)
     with torch.inference_mode(False):
@@ -46,7 +44,7 @@ def build(task: Task, base: Base, *, fold: bool, share: bool) -> nn.Module:
     return net
 
 
-def check_base(task: Task, base: Base) -> None:
+def check_base(task: Learned, base: Base) -> None:
     """Refuse a base that the task was not learned on; nothing has been changed yet."""
     table = task.table
     _check_shapes(task, base)
@@ -64,7 +62,7 @@ def check_base(task: Task, base: Base) -> None:
 _ADVICE = "load the network and the weights that attach_ was called on"
 
 
-def _check_shapes(task: Task, base: Base) -> None:
+def _check_shapes(task: Learned, base: Base) -> None:
     for row in task.table.rows:
         for name in row.names:
             tensor = base.tensors.get(name)
@@ -88,7 +86,7 @@ def _check_shapes(task: Task, base: Base) -> None:
 class _Maker:
     """Makes the tensors of a network, row by row; the flat tensors of the file are read in that order."""
 
-    def __init__(self, task: Task, base: Base) -> None:
+    def __init__(self, task: Learned, base: Base) -> None:
         self.task, self.base = task, base
         self.device = next((t.device for t in base.tensors.values()), torch.device("cpu"))
         adapters = task.adapter_values()
@@ -234,7 +232,7 @@ class _Arena:
     large piece numpy asks for large pages.
     """
 
-    def __init__(self, task: Task, base: Base) -> None:
+    def __init__(self, task: Learned, base: Base) -> None:
         sizes: dict[Any, int] = {}
         rows: dict[Any, int] = {}
         for row in task.table.rows:
@@ -272,11 +270,6 @@ def _is_own(row: Row) -> bool:
     return isinstance(row.source, Values)
 
 
-def rows_of(row: Row) -> tuple[tuple[int, int], ...]:
-    """The matrices of a row's adapter; none where it has no adapter."""
-    return row.source.rows if isinstance(row.source, LowRank | Pointwise) else ()
-
-
 def _check_sizes(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if found != expected:
         raise TaskFileError("sizes", f"the adapter of {name!a} has sizes {found}, expected {expected}")
@@ -291,13 +284,13 @@ def _check_finite(name: str, tensor: Tensor) -> None:
         )
 
 
-def resize_(task: Task, modules: dict[str, nn.Module]) -> None:
+def resize_(task: Learned, modules: dict[str, nn.Module]) -> None:
     """Let the sizes that modules hold follow their tensors."""
     for path, value in sizes_left(task, modules).items():
         modules[path].__dict__.update(value)
 
 
-def sizes_left(task: Task, modules: dict[str, nn.Module]) -> dict[str, dict[str, Any]]:
+def sizes_left(task: Learned, modules: dict[str, nn.Module]) -> dict[str, dict[str, Any]]:
     """The attributes that modules need, by path, once their tensors are cut."""
     kept: dict[str, dict[str, Any]] = {}
     found: dict[str, dict[str, Any]] = {}

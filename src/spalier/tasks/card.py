@@ -1,4 +1,4 @@
-"""The model card of a task: a README.md for the hub. Whatever the task says of itself shows as text, never as markup."""
+"""The model card of a task: a README.md for the hub, where whatever the task says shows as text, never as markup."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ _PUNCTUATION = re.compile(
     r"[!-+:-@\[-`{-~]|(?<!\w)-|-(?!\w)"
 )  # all of ASCII but , . / and the - inside of words
 
-# the hub refuses a card whose licence is not among its own (huggingface_hub issue 4218), which are SPDX names in
-# lower case and some of models; left out are families, such as "gpl", that no SPDX name falls under
-_LICENCES = frozenset(
-    """
+# the hub refuses a card whose licence is not among its own (huggingface_hub issue 4218): SPDX names in lower case, a
+# few of models, and families such as "gpl", which are left out here
+_LICENCES = """
     afl-3.0 agpl-3.0 apache-2.0 artistic-2.0 bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc-by-2.0
     cc-by-2.5 cc-by-3.0 cc-by-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0
     cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc0-1.0
     cdla-permissive-1.0 cdla-permissive-2.0 cdla-sharing-1.0 ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2
     gemma gpl-2.0 gpl-3.0 isc lgpl-2.1 lgpl-3.0 llama2 llama3 llama3.1 llama3.2 llama3.3 lppl-1.3c mit mpl-2.0 ms-pl
     ncsa ofl-1.1 openrail osl-3.0 postgresql unlicense wtfpl zlib
-    """.split()
-)
+"""
 
 
 def card(task: Task, size: int, repository: str = _PLACEHOLDER) -> str:
@@ -81,10 +79,11 @@ def _front_matter(said: Description) -> str:
 
 def _licence(licence: str) -> list[str]:
     """The licence as the hub knows it, or as another one with its name."""
-    if licence.lower() in _LICENCES:
-        return [f"license: {_quoted(licence.lower())}"]
+    known = licence.lower().removesuffix("-only")
+    if known in _LICENCES.split():
+        return [f"license: {_quoted(known)}"]
     name = re.sub(r"[^a-z0-9.]+", "-", licence.lower()).strip("-.")
-    return ["license: other", *([f"license_name: {_quoted(name)}"] if name else [])]
+    return [f"license: {_quoted('other')}", *([f"license_name: {_quoted(name)}"] if name else [])]
 
 
 def _listed(values: Iterable[str]) -> list[str]:

@@ -96,7 +96,12 @@ class Description:
         for key, kind in kinds.items():
             _check(key, isinstance(rest.get(key, kind()), kind), f"a {kind.__name__}")
         return Description(
-            **{**rest, "base": _fingerprint(rest["base"]), "density": _density(rest["density"])}
+            **{
+                **rest,
+                "base": _fingerprint(rest["base"]),
+                "density": _density(rest["density"]),
+                "classes": tuple(rest.get("classes", ())),
+            }
         )
 
     def __str__(self) -> str:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from spalier.errors import TaskFileError
 from spalier.tasks import files
@@ -19,15 +19,31 @@ from spalier.tasks.text import SUFFIX, check_name
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-    from spalier.tasks.store import Store
-
 _LONGEST = 300
 """How many characters of an answer a message shows."""
 _SECRET = re.compile(r"\bhf_[A-Za-z0-9]{20,}|(?<=[Bb]earer )\S+")
 
 
+class Shelf(Protocol):
+    """What the hub needs of a `Store`."""
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def path(self, name: str) -> Path:
+        """Where a task's file is."""
+        ...
+
+    def load(self, name: str) -> Task:
+        """Read a task."""
+        ...
+
+    def add(self, task: Task, name: str | None = None, *, overwrite: bool = False) -> Path:
+        """Write a task."""
+        ...
+
+
 def push(
-    store: Store,
+    store: Shelf,
     name: str,
     repository: str,
     *,
@@ -49,6 +65,7 @@ def push(
         endpoint: another hub than huggingface.co.
         message: of the commit.
     """
+    _check_repository(repository)
     task, data = _read(store, name)
     task = replace(task, description=replace(task.description, name=name))  # as the store calls it
     with _translated(f"pushing {name!r} to {repository!a}", token):
@@ -72,7 +89,7 @@ def push(
 
 
 def pull(
-    store: Store,
+    store: Shelf,
     repository: str,
     name: str,
     *,
@@ -93,18 +110,24 @@ def pull(
         overwrite: whether a task of that name may be replaced.
     """
     check_name(name)
+    _check_repository(repository)
     _check_free(store, name, overwrite)
-    with _translated(f"pulling {name!r} from {repository!a}", token):
-        # a folder of its own: in the hub's cache, files are links, which are not read
-        with tempfile.TemporaryDirectory(prefix="spalier-") as folder:
-            path = _api(endpoint, token).hf_hub_download(
-                repository, f"{name}{SUFFIX}", revision=revision, local_dir=folder
-            )
-            task = Task.load(path)
+    # a folder of its own: in the hub's cache files are links, which `Task.load` refuses
+    asked = f"pulling {name!r} from {repository!a}"
+    with _translated(asked, token), tempfile.TemporaryDirectory(prefix="spalier-") as folder:
+        path = _api(endpoint, token).hf_hub_download(
+            repository, f"{name}{SUFFIX}", revision=revision, local_dir=folder
+        )
+        task = Task.load(path)
     return store.add(task, name, overwrite=overwrite)
 
 
-def _read(store: Store, name: str) -> tuple[Task, bytes]:
+def _check_repository(repository: object) -> None:
+    if not isinstance(repository, str):  # the rest is the library's to check, but None means others to it
+        raise TaskFileError("hub", f"the repository is a {type(repository).__name__}; pass OWNER/NAME")
+
+
+def _read(store: Shelf, name: str) -> tuple[Task, bytes]:
     """A task, and the very bytes that it was read from."""
     path = store.path(name)
     before = _stamp(path)
@@ -125,7 +148,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _check_free(store: Store, name: str, overwrite: bool) -> None:
+def _check_free(store: Shelf, name: str, overwrite: bool) -> None:
     """Refuse what `Store.add` will refuse, before anything is downloaded."""
     for other in store:
         if other.lower() == name.lower() and not (overwrite and other == name):
@@ -136,9 +159,7 @@ def _check_free(store: Store, name: str, overwrite: bool) -> None:
 def _api(endpoint: str | None, token: str | None) -> HfApi:
     from huggingface_hub import HfApi
 
-    from spalier import __version__
-
-    return HfApi(endpoint, token, library_name="spalier", library_version=__version__)
+    return HfApi(endpoint, token, library_name="spalier")
 
 
 @contextlib.contextmanager
@@ -153,10 +174,9 @@ def _translated(asked: str, token: str | None) -> Iterator[None]:
             "hub", f"{asked} needs the package huggingface_hub: pip install 'spalier[hub]'"
         ) from error
     except Exception as error:  # it has several families of errors, its HTTP library others, by version
-        answer, advice = _answer(error)
-        text = " ".join(f"{asked}: {answer[:_LONGEST]}; {advice}".split())
+        answer, advice = _answer(error, token)
         leaks = any(_without(token, str(one)) != str(one) for one in _chain(error))
-        raise TaskFileError("hub", _without(token, text)) from (None if leaks else error)
+        raise TaskFileError("hub", f"{asked}: {answer}; {advice}") from (None if leaks else error)
 
 
 def _without(token: str | None, text: str) -> str:
@@ -173,7 +193,7 @@ def _chain(error: BaseException) -> list[BaseException]:
     return found
 
 
-def _answer(error: Exception) -> tuple[str, str]:
+def _answer(error: Exception, token: str | None) -> tuple[str, str]:
     """What the hub said, and what to do about it."""
     from huggingface_hub import errors
 
@@ -202,15 +222,15 @@ def _answer(error: Exception) -> tuple[str, str]:
             return answer, advice
     for one in chain:
         if isinstance(one, errors.HfHubHTTPError):
-            return _status(one.response.status_code, one.server_message)
+            return _status(one.response.status_code, _shown(one.server_message or "no reason", token))
     told = chain[1] if isinstance(error, errors.LocalEntryNotFoundError) and len(chain) > 1 else error
-    return _shown(
-        str(told) or type(told).__name__
-    ), "check the connection, the endpoint and the space on disk"
+    answer = _shown(str(told) or type(told).__name__, token)
+    return answer, "check the connection, the endpoint and the space on disk"
 
 
-def _status(code: int, said: str | None) -> tuple[str, str]:
-    answer = f"the hub answered {code}" + (f", {_shown(said)}" if said else "")
+def _status(code: int, said: str) -> tuple[str, str]:
+    """What a status says, and what to do about it."""
+    answer = f"the hub answered {code}, {said}"
     if code in (401, 403):
         return answer, "log in with `hf auth login`, or pass a token that may do this"
     if code == 429 or code >= 500:
@@ -218,6 +238,6 @@ def _status(code: int, said: str | None) -> tuple[str, str]:
     return answer, "check the repository, the name and the endpoint"
 
 
-def _shown(text: str) -> str:
-    """Text of a stranger that is safe to print, without its quotes."""
-    return ascii(" ".join(text.split()))[1:-1]
+def _shown(text: str, token: str | None) -> str:
+    """Text of a stranger in one line that is safe to print; the token goes first, as half of it is still a secret."""
+    return ascii(" ".join(_without(token, text).split()))[1:-1][:_LONGEST]

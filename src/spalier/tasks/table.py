@@ -101,6 +101,11 @@ class Row:
     axes: tuple[tuple[Placement, ...], ...]
     source: Source
 
+    @property
+    def adapter(self) -> tuple[tuple[int, int], ...]:
+        """The matrices of the row's adapter: how many rows each has, and how long these are; none without one."""
+        return self.source.rows if isinstance(self.source, LowRank | Pointwise) else ()
+
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The full names of the tensors."""

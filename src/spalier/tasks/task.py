@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from spalier.errors import TaskFileError
 from spalier.tasks import container, files
 from spalier.tasks.base import Base
-from spalier.tasks.build import build, rows_of
+from spalier.tasks.build import build
 from spalier.tasks.description import Description
-from spalier.tasks.storage import Storage, check_storage, quantised, restored, stored
-from spalier.tasks.table import Cuts, Mask, Table, Values
+from spalier.tasks.learned import Learned
+from spalier.tasks.storage import Storage
+from spalier.tasks.table import Table
 from spalier.tasks.text import SUFFIX, check_name
 
 if TYPE_CHECKING:
     from spalier.structure.structure import Structure
+    from spalier.tasks.costs import StorageCosts
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class Task(Learned):
     """Which channels a task keeps of its base, and what it has learned.
 
     >>> from spalier import SPLoRA, attach_, models
@@ -40,16 +40,6 @@ class Task:
     >>> type(plain).__name__, plain.training
     ('ResNet', False)
     """
-
-    description: Description
-    table: Table
-    masks: list[Mask]
-    adapters: Tensor
-    """The numbers of all adapters in the order of the table, as they are stored."""
-    scales: Tensor
-    """With 8-bit storage, the scale of each row of each adapter."""
-    values: Tensor
-    """Norms with their statistics, biases, the head: all that is the task's own."""
 
     @staticmethod
     def of(
@@ -123,19 +113,11 @@ class Task:
 
         apply_(self, base, example)
 
-    def stored_as(self, storage: Storage) -> Task:
-        """The task as it is after it has been stored so: ``"fp16"``, ``"bf16"``, ``"int8"`` lose precision.
+    def storage_costs(self, base: nn.Module, batches: Iterable[Any]) -> StorageCosts:
+        """What each storage costs in accuracy and saves in bytes, on batches of inputs and class numbers. Print it."""
+        from spalier.tasks.costs import storage_costs
 
-        ``"int8"`` stores adapters as integers with a scale for each row, and the rest in half precision.
-        """
-        check_storage(storage)
-        description = replace(self.description, storage=storage)
-        values = stored(self.values, storage, "norms or head")
-        if storage == "int8":
-            codes, scales = quantised(self.adapter_values(), self.adapter_rows)
-            return replace(self, description=description, adapters=codes, scales=scales, values=values)
-        adapters = stored(self.adapter_values(), storage, "adapters")
-        return replace(self, description=description, adapters=adapters, scales=torch.empty(0), values=values)
+        return storage_costs(self, base, batches)
 
     def save(self, path: str | os.PathLike[str], *, storage: Storage = "exact") -> int:
         """Write NAME.task.safetensors, whole and durable or not at all; how many bytes it has.
@@ -150,20 +132,6 @@ class Task:
         files.write(target, data)
         return len(data)
 
-    def to_bytes(self, *, storage: Storage = "exact") -> bytes:
-        """The contents of the task's file."""
-        task = self if storage == "exact" else self.stored_as(storage)
-        raw, length = task.table.to_bytes()
-        tensors = {
-            "table": torch.frombuffer(bytearray(raw), dtype=torch.uint8),
-            "masks": torch.from_numpy(task.table.pack(task.masks)),
-            "adapters": task.adapters,
-            "values": task.values,
-        }
-        if task.scales.numel():
-            tensors["scales"] = task.scales
-        return container.pack({**task.description.to_dict(), "table": length}, tensors)
-
     @staticmethod
     def load(path: str | os.PathLike[str], *, limit: int = container.MAX_BYTES) -> Task:
         """Read a task file. No code of it is run, nothing in it is trusted; what is wrong is a `TaskFileError`.
@@ -173,48 +141,6 @@ class Task:
             limit: how many bytes it may have.
         """
         return _checked(container.read(_path(path), limit))
-
-    def adapter_values(self) -> Tensor:
-        """The numbers of all adapters."""
-        return restored(self.adapters, self.scales, self.adapter_rows) if self._is_coded else self.adapters
-
-    @property
-    def _is_coded(self) -> bool:
-        return self.adapters.dtype == torch.int8
-
-    @cached_property
-    def cuts(self) -> Cuts:
-        """What the masks leave of each tensor."""
-        return Cuts(self.masks)
-
-    @cached_property
-    def adapter_rows(self) -> list[tuple[int, int]]:
-        """The matrices of all adapters: how many rows each has, and how long these are."""
-        return [shape for row in self.table.rows for shape in rows_of(row)]
-
-    def check(self) -> None:
-        """Refuse numbers that the table has no place for, or that are none."""
-        count = sum(rows * length for rows, length in self.adapter_rows)
-        scales = sum(rows for rows, _ in self.adapter_rows) if self._is_coded else 0
-        own = 0
-        for row in self.table.rows:
-            if isinstance(row.source, Values):
-                own += len(row.keys) * math.prod(self.cuts.of(row).shape)
-        for what, tensor, expected in (
-            ("adapters", self.adapters, count),
-            ("scales", self.scales, scales),
-            ("values", self.values, own),
-        ):
-            if tensor.numel() != expected:
-                raise TaskFileError(
-                    "sizes", f"{what} has {tensor.numel():,} numbers, the table says {expected:,}"
-                )
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise TaskFileError("non-finite", f"{what} holds NaN or infinite numbers")
-        if self._is_coded != (self.description.storage == "int8"):
-            raise TaskFileError(
-                "metadata", f"the storage is said to be {self.description.storage}, and is not"
-            )
 
 
 def _checked(contents: container.Contents) -> Task:
@@ -241,6 +167,6 @@ def _path(path: object) -> Path:
 
 
 def _versions() -> dict[str, str]:
-    from spalier import __version__
+    import spalier
 
-    return {"spalier": __version__, "torch": torch.__version__.partition("+")[0]}
+    return {"spalier": spalier.__version__, "torch": torch.__version__.partition("+")[0]}

@@ -1,0 +1,102 @@
+"""What a task has learned: flat tensors, masks, and the table that says what they are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from spalier.errors import TaskFileError
+from spalier.tasks import container
+from spalier.tasks.description import Description
+from spalier.tasks.storage import Storage, check_storage, quantised, restored, stored
+from spalier.tasks.table import Cuts, Mask, Table, Values
+
+
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """The contents of a task file."""
+
+    description: Description
+    table: Table
+    masks: list[Mask]
+    adapters: Tensor
+    """The numbers of all adapters in the order of the table, as they are stored."""
+    scales: Tensor
+    """With 8-bit storage, the scale of each row of each adapter."""
+    values: Tensor
+    """Norms with their statistics, biases, the head: all that is the task's own."""
+
+    def stored_as(self, storage: Storage) -> Self:
+        """The task as it is after it has been stored so: ``"fp16"``, ``"bf16"``, ``"int8"`` lose precision.
+
+        ``"int8"`` stores adapters as integers with a scale for each row, and the rest in half precision.
+        """
+        check_storage(storage)
+        description = replace(self.description, storage=storage)
+        values = stored(self.values, storage, "norms or head")
+        if storage == "int8":
+            codes, scales = quantised(self.adapter_values(), self.adapter_rows)
+            return replace(self, description=description, adapters=codes, scales=scales, values=values)
+        adapters = stored(self.adapter_values(), storage, "adapters")
+        return replace(self, description=description, adapters=adapters, scales=torch.empty(0), values=values)
+
+    def to_bytes(self, *, storage: Storage = "exact") -> bytes:
+        """The contents of the task's file."""
+        task = self if storage == "exact" else self.stored_as(storage)
+        raw, length = task.table.to_bytes()
+        tensors = {
+            "table": torch.frombuffer(bytearray(raw), dtype=torch.uint8),
+            "masks": torch.from_numpy(task.table.pack(task.masks)),
+            "adapters": task.adapters,
+            "values": task.values,
+        }
+        if task.scales.numel():
+            tensors["scales"] = task.scales
+        return container.pack({**task.description.to_dict(), "table": length}, tensors)
+
+    def adapter_values(self) -> Tensor:
+        """The numbers of all adapters."""
+        return restored(self.adapters, self.scales, self.adapter_rows) if self._is_coded else self.adapters
+
+    @property
+    def _is_coded(self) -> bool:
+        return self.adapters.dtype == torch.int8
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        """What the masks leave of each tensor."""
+        return Cuts(self.masks)
+
+    @cached_property
+    def adapter_rows(self) -> list[tuple[int, int]]:
+        """The matrices of all adapters: how many rows each has, and how long these are."""
+        return [shape for row in self.table.rows for shape in row.adapter]
+
+    def check(self) -> None:
+        """Refuse numbers that the table has no place for, or that are none."""
+        count = sum(rows * length for rows, length in self.adapter_rows)
+        scales = sum(rows for rows, _ in self.adapter_rows) if self._is_coded else 0
+        own = 0
+        for row in self.table.rows:
+            if isinstance(row.source, Values):
+                own += len(row.keys) * math.prod(self.cuts.of(row).shape)
+        for what, tensor, expected in (
+            ("adapters", self.adapters, count),
+            ("scales", self.scales, scales),
+            ("values", self.values, own),
+        ):
+            if tensor.numel() != expected:
+                raise TaskFileError(
+                    "sizes", f"{what} has {tensor.numel():,} numbers, the table says {expected:,}"
+                )
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise TaskFileError("non-finite", f"{what} holds NaN or infinite numbers")
+        if self._is_coded != (self.description.storage == "int8"):
+            raise TaskFileError(
+                "metadata", f"the storage is said to be {self.description.storage}, and is not"
+            )

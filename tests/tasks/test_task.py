@@ -1,0 +1,599 @@
+"""Tasks: what is saved is what was learned, and what is built is what was trained."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+from support import assert_unchanged, awaken_, snapshot, tiny_cnn
+from torch import nn
+from trained import EXAMPLE, DigitNet, batches, train_, trained
+
+import spalier as sp
+from spalier.adapters.attachment import attachment_of
+from spalier.errors import AttachmentError, ConfigError, NonFiniteError, PlanError, TaskFileError
+from spalier.tasks import fingerprint
+from spalier.tasks.container import KEY
+from spalier.tasks.table import LowRank, Table
+
+IMAGE = torch.zeros(2, 3, 8, 8)
+
+
+def learned(base, adapter=None, *, density=0.5, example=IMAGE, head="8", free=False, seed=0, **options):
+    """A copy of the base that has learned something and has lost channels."""
+    torch.manual_seed(seed)
+    net = copy.deepcopy(base)
+    sp.attach_(net, adapter or sp.SPLoRA(rank=2), head=head, example=example, **options)
+    awaken_(net)
+    with torch.no_grad():
+        for module in net.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.running_mean.normal_()
+                module.running_var.uniform_(0.5, 2)
+                if module.weight.requires_grad:
+                    module.weight.uniform_(0.5, 2)
+                module.num_batches_tracked += 7
+    structure = attachment_of(net).structure
+    if density < 1:
+        rng = np.random.default_rng(seed)
+        names = [w.name for w in structure.writers] if free else []
+        keep = {
+            s.name: rng.choice(s.size, max(1, round(s.size * density)), replace=False).tolist()
+            for s in structure.streams
+        }
+        for name in names:
+            size = structure.streams[next(w.stream for w in structure.writers if w.name == name)].size
+            keep[name] = rng.choice(size, max(1, round(size * density)), replace=False).tolist()
+        sp.prune_(net, sp.Plan(structure, keep, writers="free" if free else "coupled"))
+    return net.eval()
+
+
+def same_state(one, other):
+    a, b = one.state_dict(), other.state_dict()
+    return list(a) == list(b) and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def places(net):
+    return {tensor.data_ptr() for tensor in net.state_dict().values()}
+
+
+def reloaded(net, tmp_path, **options):
+    path = tmp_path / "a.task.safetensors"
+    sp.Task.of(net, "a").save(path, **options)
+    return sp.Task.load(path)
+
+
+@pytest.fixture
+def base():
+    torch.manual_seed(5)
+    return tiny_cnn().double().eval()
+
+
+ADAPTERS = {
+    "splora": sp.SPLoRA(rank=2),
+    "kernel": sp.SPLoRA(rank=2, kernel="full"),
+    "lora": sp.LoRA(rank=2),
+    "sppara": sp.SPPaRA(),
+    "finetune": sp.FineTune(),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("density", [1, 0.5])
+def test_every_adapter_comes_back_to_the_bit(kind, density, base, tmp_path):
+    net = learned(base, ADAPTERS[kind], density=density, example=IMAGE.double())
+    before = snapshot(base)
+    task = reloaded(net, tmp_path)
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    built = task.build(base)
+    torch.testing.assert_close(built(x), net(x), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(built(x), sp.fuse(net)(x), rtol=1e-10, atol=1e-10)
+    assert [type(m) for m in built.modules()] == [type(m) for m in base.modules()]
+    assert places(base).isdisjoint(places(built))
+    assert_unchanged(base, before)
+    task.apply_(base)
+    assert same_state(base, net)
+    assert [p.requires_grad for p in base.parameters()] == [p.requires_grad for p in net.parameters()]
+    sp.detach_(base)
+    assert_unchanged(base, before)
+
+
+def test_a_task_applied_learns_and_is_pruned_on(base, tmp_path):
+    net = learned(base, example=IMAGE.double())
+    reloaded(net, tmp_path).apply_(base, example=IMAGE.double())
+    assert sp.kept_units(base) == sp.kept_units(net)
+    x, y = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randint(0, 3, (8,))
+    for each in (net, base):
+        each.train()
+        optimizer = torch.optim.SGD([p for p in each.parameters() if p.requires_grad], 0.1)
+        nn.functional.cross_entropy(each(x), y).backward()
+        optimizer.step()
+    assert same_state(net, base)
+    structure = attachment_of(base).structure
+    kept = sp.kept_units(base)["streams"]["0"][:2]
+    for each in (net, base):
+        sp.prune_(each, sp.Plan(structure, {"0": kept}))
+    assert same_state(net, base)
+    assert sp.Task.of(base, "a").to_bytes() == sp.Task.of(net, "a").to_bytes()
+
+
+@pytest.mark.parametrize("classes", [3, 7, 1])
+def test_the_base_may_have_another_head(classes, base, tmp_path):
+    net = learned(base, example=IMAGE.double())
+    other = copy.deepcopy(base)
+    other[8] = nn.Linear(12, classes).double().eval()
+    task, x = reloaded(net, tmp_path), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    built = task.build(other)
+    torch.testing.assert_close(built(x), net(x))
+    assert built[8].out_features == 3
+    before = snapshot(other)
+    task.apply_(other)
+    torch.testing.assert_close(other.eval()(x), net(x))
+    assert other[8].out_features == 3
+    sp.detach_(other)
+    assert_unchanged(other, before)
+    if classes != 3:
+        with pytest.raises(TaskFileError, match="head for the task's classes"):
+            task.apply_(other, example=IMAGE.double())
+
+
+def test_free_writers_are_spread(tmp_path):
+    base = DigitNet(8).eval()
+    net = learned(base, example=EXAMPLE, head="fc", free=True)
+    assert sp.kept_units(net)["writers"]
+    task, x = reloaded(net, tmp_path), torch.randn(3, 1, 8, 8)
+    built = task.build(base)
+    torch.testing.assert_close(built(x), net(x), rtol=1e-4, atol=1e-5)
+    folded = task.build(base, fold=True)
+    torch.testing.assert_close(folded(x), net(x), rtol=1e-4, atol=1e-5)
+    task.apply_(base)
+    assert same_state(base, net)
+
+
+def test_ranks_that_were_cut_come_back(base, tmp_path):
+    net = learned(base, example=IMAGE.double())
+    structure = attachment_of(net).structure
+    sp.prune_(net, sp.Plan(structure, {}, ranks={"0": [1]}))
+    task = reloaded(net, tmp_path)
+    assert [row.source.rank for row in task.table.rows if isinstance(row.source, LowRank)] == [1, 2]
+    task.apply_(base)
+    assert same_state(base, net)
+
+
+def test_a_network_that_was_never_traced(base, tmp_path):
+    net = copy.deepcopy(base)
+    sp.attach_(net, sp.SPLoRA(rank=2), head="8")
+    awaken_(net).eval()
+    task, x = reloaded(net, tmp_path), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    assert task.info().density.channels is None
+    torch.testing.assert_close(task.build(base)(x), net(x))
+    with pytest.raises(TaskFileError, match="traced with an example") as error:
+        task.build(base, fold=True)
+    assert error.value.code == "fold"
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.data())
+def test_fast_and_slow_building_agree(data):
+    """The way in numpy against PyTorch on each layer, in float64: sizes, kernels, ranks, masks, memory layouts."""
+    inputs, outputs = data.draw(st.integers(2, 9)), data.draw(st.integers(2, 9))
+    kernel, rank = data.draw(st.sampled_from([1, 2, 3])), data.draw(st.integers(1, 4))
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    base = nn.Sequential(
+        nn.Conv2d(3, inputs, kernel), nn.ReLU(), nn.Conv2d(inputs, outputs, kernel, bias=False), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(outputs, 2),
+    ).double()  # fmt: skip
+    if data.draw(st.booleans()):
+        base = base.to(memory_format=torch.channels_last)
+    density = data.draw(st.sampled_from([0.3, 0.6, 1.0]))
+    net = learned(
+        base, sp.SPLoRA(rank=rank), density=density, example=torch.zeros(1, 3, 8, 8).double(), head="6"
+    )
+    built = sp.Task.of(net, "a").build(base)
+    plain = sp.fuse(net)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(built.state_dict()[key], value, rtol=1e-12, atol=1e-12)
+        assert built.state_dict()[key].stride() == value.stride() or value.shape[1:2] == (1,) or kernel == 1
+
+
+# what is built is an ordinary network
+
+
+def test_built_networks_are_plain(tmp_path):
+    base = DigitNet(8).eval()
+    net = learned(base, example=EXAMPLE, head="fc")
+    built, x = sp.Task.of(net, "a").build(base), torch.randn(2, 1, 8, 8)
+    wanted = built(x)
+    assert not any(module.training for module in built.modules())
+    assert torch.equal(pickle.loads(pickle.dumps(built))(x), wanted)
+    assert torch.equal(copy.deepcopy(built)(x), wanted)
+    twin = copy.deepcopy(built)
+    with torch.no_grad():
+        for tensor in twin.state_dict().values():
+            tensor.zero_()
+    twin.load_state_dict(built.state_dict())
+    assert torch.equal(twin(x), wanted)
+    torch.save(built.state_dict(), tmp_path / "state.pt")
+    twin.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    save_file(built.state_dict(), tmp_path / "state.safetensors")
+    assert [(m.in_channels, m.out_channels) for m in built.modules() if isinstance(m, nn.Conv2d)] == [
+        (m.weight.shape[1], m.weight.shape[0]) for m in built.modules() if isinstance(m, nn.Conv2d)
+    ]
+    built.train()
+    built(x).sum().backward()
+    assert built.conv1.weight.grad is not None
+
+
+def test_building_costs_the_base_nothing():
+    base = DigitNet(8).eval().requires_grad_(False)
+    net = learned(base, example=EXAMPLE, head="fc")
+    before = snapshot(base)
+    task = sp.Task.of(net, "a")
+    one, two = task.build(base), task.build(base)
+    with torch.no_grad():
+        for tensor in one.state_dict().values():
+            tensor.zero_()
+    assert_unchanged(base, before)
+    assert float(sum(p.abs().sum() for p in two.parameters())) > 0
+    assert not any(p.requires_grad for p in one.parameters())
+
+
+def test_shared_tensors_are_the_bases_own(base):
+    net = copy.deepcopy(base)
+    sp.attach_(net, sp.SPLoRA(rank=2), targets="3", head="8", norms=False)
+    shared, own = (sp.Task.of(net, "a").build(base, share=share) for share in (True, False))
+    assert shared[0].weight is base[0].weight
+    assert own[0].weight is not base[0].weight
+    assert own[0].weight.data_ptr() != base[0].weight.data_ptr()
+
+
+class Odd(nn.Module):
+    """Things that a copy must not share with the original."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(6, 6, batch_first=True)
+        self.linear = nn.Linear(6, 6)
+        self.again = [self.linear]
+        self.notes = {"layers": [self.linear], "count": 0}
+        self.register_buffer("scale", torch.full((), 2.0), persistent=False)
+        self.plain = torch.ones(6)
+        self.linear.register_forward_hook(self.note)
+
+    def note(self, module, args, output):
+        self.notes["count"] += 1
+
+    def forward(self, x):
+        return self.again[0](self.lstm(x)[0]) * self.scale + self.plain
+
+
+def test_copies_share_nothing_that_can_change():
+    base = Odd().eval()
+    net = copy.deepcopy(base)
+    sp.attach_(net, sp.SPLoRA(rank=2), targets="linear")
+    awaken_(net)
+    built, x = sp.Task.of(net, "a").build(base), torch.randn(2, 3, 6)
+    torch.testing.assert_close(built(x), net(x))
+    assert built.again[0] is built.linear
+    assert built.notes["layers"][0] is built.linear
+    assert built.notes["count"] == 1
+    assert base.notes["count"] == 0
+    assert built.plain is not base.plain
+    built.lstm.flatten_parameters()
+    built.lstm.double()
+    assert base.lstm.weight_ih_l0.dtype == torch.float32
+
+
+# folding
+
+
+def test_folded_norms_compute_the_same(tmp_path):
+    base = DigitNet(8).double().eval()
+    net = learned(base, example=EXAMPLE.double(), head="fc")
+    folded, x = reloaded(net, tmp_path).build(base, fold=True), torch.randn(4, 1, 8, 8).double()
+    torch.testing.assert_close(folded(x), net(x), rtol=1e-10, atol=1e-10)
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in folded.modules())
+
+
+class Norms(nn.Module):
+    """A batch norm that cannot be folded: something else sees the convolution's output too."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.conv(x)
+        return self.fc((x.relu() + self.norm(x)).mean((2, 3)))
+
+
+def test_norms_that_cannot_be_folded_are_refused():
+    base = Norms().eval()
+    net = learned(base, density=1, head="fc")
+    with pytest.raises(TaskFileError, match="norm cannot be folded") as error:
+        sp.Task.of(net, "a").build(base, fold=True)
+    assert error.value.code == "fold"
+
+
+# what a file says and how it is laid out
+
+
+def test_files_are_small_flat_and_standard(tmp_path):
+    base = DigitNet(8)
+    path = tmp_path / "digits.task.safetensors"
+    task = sp.Task.of(
+        learned(base, example=EXAMPLE, head="fc"),
+        "digits",
+        metrics={"accuracy": 0.97},
+        classes=[str(n) for n in range(10)],
+        preprocessing={"size": [8, 8], "mean": 0.5},
+        licence="Apache-2.0",
+        provenance={"data": "digits"},
+    )
+    size = task.save(path)
+    assert size == path.stat().st_size
+    with safe_open(path, "pt") as file:
+        assert set(file.keys()) == {"table", "masks", "adapters", "values"}
+        assert set(file.metadata()) == {KEY}
+        assert all(file.get_tensor(key).dim() == 1 for key in ("table", "masks", "adapters", "values"))
+    info = sp.Task.load(path).info()
+    assert info == task.info()
+    shown = str(info)
+    for word in ("digits", "accuracy", "0.97", "SPLoRA", "Apache-2.0", "10: 0, 1", "channels", "macs"):
+        assert word in shown, word
+    assert sp.Task.load(path).to_bytes() == path.read_bytes() == task.to_bytes()
+    assert info.learned == sp.count(learned(base, example=EXAMPLE, head="fc")).learned
+
+
+@pytest.mark.parametrize(
+    ("density", "storage", "limit"),
+    [(0.1, "exact", 210_000), (0.1, "int8", 115_000), (1, "exact", 2_085_000)],
+)
+def test_sizes_of_the_papers_network(density, storage, limit):
+    net = sp.models.resnet50(classes=10, stem="cifar")
+    sp.attach_(net, sp.SPLoRA(rank=8), head="fc", example=torch.zeros(1, 3, 32, 32))
+    structure = attachment_of(net).structure
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.num_batches_tracked.fill_(1234)
+    sp.prune_(
+        net,
+        sp.Plan(structure, {s.name: range(int(s.size * density)) for s in structure.streams}),
+        check=False,
+    )
+    assert len(sp.Task.of(net, "a").to_bytes(storage=storage)) <= limit
+
+
+def test_bytes_of_a_budget_are_those_of_the_file():
+    net = trained()
+    scores = sp.score(net, batches(1), "weight")
+    plan = sp.select(net, scores, channels=0.4)
+    sp.prune_(net, plan)
+    task = sp.Task.of(net, "a")
+    payload = 4 * (task.adapters.numel() + task.values.numel()) + task.table.mask_bytes
+    assert plan.prediction.task_bytes == payload
+    assert len(task.to_bytes()) - payload < 3000
+
+
+# storage
+
+
+def test_smaller_storages_cost_little_and_say_what(capsys):
+    net = trained()
+    base = copy.deepcopy(net)
+    sp.detach_(base)
+    task = sp.Task.of(net, "digits")
+    costs = task.storage_costs(base, batches(4))
+    print(costs)
+    assert "points" in capsys.readouterr().out
+    by = {cost.storage: cost for cost in costs}
+    assert by["exact"].right == by["fp32"].right
+    assert by["exact"].deviation == 0
+    for storage in ("fp16", "bf16", "int8"):
+        assert abs(by[storage].right - by["exact"].right) < 0.02
+        assert 0 < by[storage].deviation < 0.05
+    assert by["int8"].bytes < by["fp16"].bytes < by["exact"].bytes
+
+
+@pytest.mark.parametrize("storage", ["fp32", "fp16", "bf16", "int8"])
+def test_stored_is_what_the_file_gives(storage, tmp_path):
+    base = tiny_cnn().eval()
+    net = learned(base)
+    path = tmp_path / "a.task.safetensors"
+    task = sp.Task.of(net, "a")
+    task.save(path, storage=storage)
+    x, loaded = torch.randn(2, 3, 8, 8), sp.Task.load(path)
+    assert loaded.info().storage == storage
+    assert torch.equal(loaded.build(base)(x), task.stored_as(storage).build(base)(x))
+    tolerance = {"fp32": 0, "fp16": 1e-3, "bf16": 1e-2, "int8": 1e-2}[storage]
+    wanted = task.adapter_values()
+    assert float((loaded.adapter_values() - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
+    loaded.apply_(base)
+    assert [v.shape for v in base.state_dict().values()] == [v.shape for v in net.state_dict().values()]
+
+
+def test_int8_is_the_obvious_rounding():
+    from spalier.tasks.storage import quantised, restored
+
+    values, rows = torch.tensor([1.0, -0.5, 0.1, 0.0, 0.0, 0.0]), [(1, 3), (1, 3)]
+    codes, scales = quantised(values, rows)
+    assert codes.tolist() == [127, -64, 13, 0, 0, 0]  # -63.5 goes to the even neighbour
+    assert scales.tolist() == pytest.approx([1 / 127, 0])
+    assert float((restored(codes, scales, rows) - values).abs().max()) <= 0.5 / 127
+
+
+def test_storage_that_cannot_hold_a_number_is_refused(tmp_path):
+    base = tiny_cnn()
+    net = learned(base, density=1)
+    with torch.no_grad():
+        net[1].running_var[0] = 1e6
+    task = sp.Task.of(net, "a")
+    with pytest.raises(TaskFileError, match="1e\\+06, beyond what fp16") as error:
+        task.save(tmp_path / "a.task.safetensors", storage="fp16")
+    assert error.value.code == "storage"
+    assert not list(tmp_path.iterdir())
+    assert task.storage_costs(base, [(torch.randn(2, 3, 8, 8), torch.zeros(2).long())])[2].error is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_bases(dtype, tmp_path):
+    base = tiny_cnn().to(dtype).eval()
+    net = learned(base, density=1, example=IMAGE.to(dtype))
+    task = reloaded(net, tmp_path)
+    assert task.adapters.dtype == dtype
+    for key, value in sp.fuse(net).state_dict().items():
+        torch.testing.assert_close(task.build(base).state_dict()[key], value, rtol=1e-2, atol=1e-3)
+    task.apply_(base)
+    assert same_state(base, net)
+
+
+# the base is the right one
+
+
+def changed(base, change):
+    other = copy.deepcopy(base)
+    with torch.no_grad():
+        change(other)
+    return other
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda net: net[0].weight.view(-1)[3].add_(1e-9), "base-values"),
+        (lambda net: net[0].bias[1].mul_(1.0000001), "base-values"),
+        (lambda net: setattr(net[3], "stride", (1, 1)), "base"),
+        (lambda net: setattr(net[1], "eps", 1e-3), "base"),
+        (lambda net: net.__setitem__(2, nn.GELU()), "base"),
+        (lambda net: net.__setitem__(3, nn.Conv2d(8, 12, 5, 2, 2, bias=False).double()), "base"),
+        (lambda net: net.append(nn.Identity()), "base"),
+    ],
+)
+def test_another_base_is_refused(change, code, base):
+    task = sp.Task.of(learned(base, example=IMAGE.double()), "a")
+    other = changed(base, change)
+    before = snapshot(other)
+    for attempt in (task.build, task.apply_):
+        with pytest.raises(TaskFileError) as error:
+            attempt(other)
+        assert error.value.code == code
+        assert_unchanged(other, before)
+
+
+def test_what_the_task_has_of_its_own_may_differ(base):
+    net = learned(base, example=IMAGE.double())
+    other = changed(
+        base, lambda net: [net[1].weight.zero_(), net[8].weight.zero_(), net[4].running_var.zero_()]
+    )
+    x = torch.randn(2, 3, 8, 8).double()
+    torch.testing.assert_close(sp.Task.of(net, "a").build(other)(x), net(x))
+
+
+def test_writes_to_the_base_are_noticed(base):
+    task = sp.Task.of(learned(base, example=IMAGE.double()), "a")
+    task.build(base)
+    with torch.no_grad():
+        base[0].weight.mul_(2)
+    with pytest.raises(TaskFileError, match="other weights"):
+        task.build(base)
+    with torch.no_grad():
+        base[0].weight.mul_(0.5)
+    task.build(base)
+    base[0].weight.data.mul_(2)  # past PyTorch's count
+    fingerprint.forget()
+    with pytest.raises(TaskFileError, match="other weights"):
+        task.build(base)
+
+
+def test_adapted_pruned_and_foreign_bases_are_refused(base):
+    net = learned(base, example=IMAGE.double())
+    task = sp.Task.of(net, "a")
+    for wrong in (net, sp.fuse(net), "net", None):
+        with pytest.raises(TaskFileError) as error:
+            task.build(wrong)
+        assert error.value.code == "base"
+
+
+# what cannot be a task
+
+
+def test_plain_and_diverged_networks_are_no_tasks(base):
+    with pytest.raises(AttachmentError):
+        sp.Task.of(base, "a")
+    net = learned(base, example=IMAGE.double())
+    with torch.no_grad():
+        net[8].bias[0] = float("nan")
+    with pytest.raises(NonFiniteError):
+        sp.Task.of(net, "a")
+
+
+def test_a_structure_that_was_lost_is_asked_for(base):
+    net = learned(base, example=IMAGE.double())
+    structure = attachment_of(net).structure
+    attachment_of(net).structure = None
+    with pytest.raises(PlanError, match="structure="):
+        sp.Task.of(net, "a")
+    assert sp.Task.of(net, "a", structure=structure).table.streams
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"metrics": {"accuracy": float("nan")}},
+        {"metrics": {"accuracy": "high"}},
+        {"classes": [1, 2]},
+        {"classes": ["a\x1b[31m"]},
+        {"licence": "a\nb"},
+        {"provenance": {"author": object()}},
+        {"preprocessing": {"\u202e": 1}},
+    ],
+)
+def test_descriptions_that_could_not_be_read_are_not_written(options, base):
+    net = learned(base, density=1, example=IMAGE.double())
+    with pytest.raises(TaskFileError) as error:
+        sp.Task.of(net, "a", **options)
+    assert error.value.code in ("metadata", "text")
+
+
+def test_bad_arguments(base, tmp_path):
+    task = sp.Task.of(learned(base, density=1, example=IMAGE.double()), "a")
+    with pytest.raises(ConfigError, match="int4"):
+        task.save(tmp_path / "a.task.safetensors", storage="int4")
+    for name in ("a.safetensors", "a.pt", "..task.safetensors"):
+        with pytest.raises(TaskFileError) as error:
+            task.save(tmp_path / name)
+        assert error.value.code == "name"
+    with pytest.raises(TaskFileError) as error:
+        sp.Task.load(tmp_path / "none.task.safetensors")
+    assert error.value.code == "missing"
+    with pytest.raises(TaskFileError):
+        sp.Task.load(None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_tables_survive_text_and_patterns():
+    net = trained()
+    table = sp.Task.of(net, "a").table
+    raw, length = table.to_bytes()
+    again = Table.from_bytes(raw, length)
+    assert again.to_bytes() == (raw, length)
+    assert again.own == table.own
+
+
+def test_a_trained_task_is_right_when_it_comes_back(tmp_path):
+    from trained import accuracy
+
+    net = trained()
+    base = copy.deepcopy(net)
+    sp.detach_(base)
+    scores = sp.score(net, batches(2), "taylor", loss=nn.functional.cross_entropy)
+    sp.prune_(net, sp.select(net, scores, channels=0.5), recover=batches(4))
+    train_(net, 2, lr=0.02)
+    path = tmp_path / "digits.task.safetensors"
+    sp.Task.of(net, "digits").save(path)
+    assert accuracy(sp.Task.load(path).build(base)) == accuracy(net) > 90
