@@ -249,7 +249,11 @@ def test_shared_tensors_are_the_bases_own(base):
     shared, own = (sp.Task.of(net, "a").build(base, share=share) for share in (True, False))
     assert shared[0].weight is base[0].weight
     assert own[0].weight is not base[0].weight
-    assert own[0].weight.data_ptr() != base[0].weight.data_ptr()
+    assert places(own).isdisjoint(places(base))
+    for net in (shared, own):  # in one piece of memory or not, all tensors have places of their own
+        assert len(places(net)) == len(net.state_dict())
+    storages = {t.untyped_storage().data_ptr() for t in own.state_dict().values()}
+    assert len(storages) == len(own.state_dict())
 
 
 class Odd(nn.Module):

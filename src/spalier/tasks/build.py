@@ -27,7 +27,7 @@ def build(task: Learned, base: Base, *, fold: bool, share: bool) -> nn.Module:
     """The network that a task makes of its base."""
     check_base(task, base)
     with torch.inference_mode(False):
-        maker = _Maker(task, base)
+        maker = _Maker(task, base, share=share)
         tensors = {name: tensor for row in task.table.rows for name, tensor in maker.tensors(row)}
         for name, tensor in base.tensors.items():
             if name not in tensors:
@@ -86,8 +86,8 @@ def _check_shapes(task: Learned, base: Base) -> None:
 class _Maker:
     """Makes the tensors of a network, row by row; the flat tensors of the file are read in that order."""
 
-    def __init__(self, task: Learned, base: Base) -> None:
-        self.task, self.base = task, base
+    def __init__(self, task: Learned, base: Base, *, share: bool) -> None:
+        self.task, self.base, self._share = task, base, share
         self.device = next((t.device for t in base.tensors.values()), torch.device("cpu"))
         adapters = task.adapter_values()
         adapters = adapters if adapters.dtype in NUMPY else adapters.float()
@@ -95,7 +95,7 @@ class _Maker:
         self._adapters = adapters.to(self.device)
         self._array = adapters.numpy()
         self._start = 0
-        self._arena = _Arena(task, base)
+        self._arena = _Arena(task, base, share=share)
         sizes = [
             math.prod(task.cuts.of(row).shape) for row in task.table.rows if _is_own(row) for _ in row.keys
         ]
@@ -124,8 +124,9 @@ class _Maker:
         return values if learns is None else nn.Parameter(values, requires_grad=learns)
 
     def _value(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Numbers of the task's own: all of them lie in one piece of memory."""
+        """Numbers of the task's own."""
         whole, part = self.base.tensors[name], next(self._values)
+        part = part if self._share else part.clone()
         if part.dtype != whole.dtype:
             part = part.to(whole.dtype)
             _check_finite(name, part)
@@ -226,13 +227,14 @@ class _Maker:
 
 
 class _Arena:
-    """One piece of memory for all weights of a network.
+    """Memory for the weights of a network: one piece for all of them if they may share.
 
     The system hands out fresh memory page by page, which for hundreds of tensors costs more than filling them; of one
     large piece numpy asks for large pages.
     """
 
-    def __init__(self, task: Learned, base: Base) -> None:
+    def __init__(self, task: Learned, base: Base, *, share: bool) -> None:
+        self._share = share
         sizes: dict[Any, int] = {}
         rows: dict[Any, int] = {}
         for row in task.table.rows:
@@ -243,12 +245,14 @@ class _Arena:
                     if cut.indices[0] is not None and cut.indices[1] is not None:
                         wide = len(cut.indices[0]) * math.prod(row.shape[1:])
                         rows[array.dtype] = max(rows.get(array.dtype, 0), wide)
-        self._memory = {dtype: np.empty(size, dtype) for dtype, size in sizes.items()}
+        self._memory = {dtype: np.empty(size, dtype) for dtype, size in sizes.items()} if share else {}
         self._scratch = {dtype: np.empty(size, dtype) for dtype, size in rows.items()}
         self._used = dict.fromkeys(sizes, 0)
 
     def piece(self, dtype: Any, shape: tuple[int, ...]) -> Any:
         """The next piece."""
+        if not self._share:
+            return np.empty(shape, dtype)
         start, size = self._used[dtype], math.prod(shape)
         self._used[dtype] += _aligned(size)
         return self._memory[dtype][start : start + size].reshape(shape)

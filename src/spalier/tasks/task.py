@@ -98,7 +98,8 @@ class Task(Learned):
         Args:
             base: the network that the task was learned on; its head may have other classes.
             fold: fold every batch norm into the layer before it; an error where that would not be exact.
-            share: whether tensors that the task takes as they are may be the base's own, to save memory.
+            share: whether tensors may lie in one piece of memory, and those that the task takes as they are may be
+                the base's own: quicker and smaller, for a network that is only run, as a `Switcher` does.
         """
         return build(self, Base(base), fold=fold, share=share)
 
