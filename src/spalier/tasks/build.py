@@ -193,9 +193,10 @@ class _Maker:
             array.take(inputs, weight.axis, small, "clip")
         else:
             np.copyto(small, array)
+        factors = factors.astype(small.dtype, copy=False)
         middle = source.rank * source.inputs
         down, up = factors[:middle].reshape(source.rank, -1), factors[middle:].reshape(source.rank, -1)
-        small[weight.centre] += (up.T @ down).astype(small.dtype, copy=False)
+        small[weight.centre] += up.T @ down
         made = torch.from_numpy(small)
         return made if weight.axis == 1 else made.permute(0, 3, 1, 2)
 

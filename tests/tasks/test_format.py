@@ -1,0 +1,72 @@
+"""The format is what docs/task-format.md says: a second reader, written from that page, gives the same networks."""
+
+import hashlib
+
+import pytest
+import torch
+from oracles import task_format
+from support import tiny_cnn
+from test_task import ADAPTERS, IMAGE, learned
+from torch import nn
+from trained import EXAMPLE, DigitNet
+
+import spalier as sp
+
+
+def grouped():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.ReLU(), nn.Conv2d(8, 8, 1, groups=8),
+        nn.Flatten(), nn.Linear(8 * 16, 6), nn.ReLU(), nn.Linear(6, 3),
+    ).double()  # fmt: skip
+
+
+CASES = {
+    **{kind: (tiny_cnn, adapter, IMAGE, "8", False) for kind, adapter in ADAPTERS.items()},
+    "residual": (lambda: DigitNet(8), sp.SPLoRA(rank=3), EXAMPLE, "fc", False),
+    "free": (lambda: DigitNet(8), sp.SPLoRA(rank=3), EXAMPLE, "fc", True),
+    "groups and flatten": (grouped, sp.SPLoRA(rank=2), IMAGE, "8", False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("storage", ["exact", "fp16", "bf16", "int8"])
+def test_a_second_reader_gives_the_same_network(case, storage, tmp_path):
+    make, adapter, example, head, free = CASES[case]
+    torch.manual_seed(3)
+    base = make().double()
+    net = learned(base, adapter, example=example.double(), head=head, free=free)
+    path = tmp_path / "a.task.safetensors"
+    sp.Task.of(net, "a").save(path, storage=storage)
+    tensors = {name: tensor.numpy() for name, tensor in base.state_dict().items()}
+    groups = {name: m.groups for name, m in base.named_modules() if isinstance(m, nn.Conv2d)}
+    found = task_format.network(path, tensors, groups)
+    built = sp.Task.load(path).build(base).state_dict()
+    assert set(found) == {name for name in built if not name.endswith("spread.index")}
+    for name, value in found.items():
+        torch.testing.assert_close(built[name].double(), torch.tensor(value), rtol=1e-6, atol=1e-9)
+
+
+def test_digests_are_what_the_page_says(tmp_path):
+    base = tiny_cnn()
+    path = tmp_path / "a.task.safetensors"
+    sp.Task.of(learned(base), "a").save(path)
+    description, table, _ = task_format.read(path)
+    own = {
+        f"{p}.{k}"
+        for p, keys, *_, source in table["rows"]
+        if source[0] in ("values", "integers")
+        for k in keys
+    }
+    lines = []
+    for name, tensor in sorted(base.state_dict().items()):
+        if name not in own:
+            digest = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+            lines.append(f"{name}\t{str(tensor.dtype)[6:]}\t{list(tensor.shape)}\t{digest}\n")
+    assert hashlib.sha256("".join(lines).encode()).hexdigest() == description["base"]["values"]
+    lines = []
+    for name, module in base.named_modules():
+        lines.append(f"{name}\t{type(module).__qualname__}\t{'' if name == '8' else module.extra_repr()}\n")
+    for name in base.state_dict():
+        if not name.startswith("8."):
+            lines.append(f"{name}\t{name}\n")
+    assert hashlib.sha256("".join(lines).encode()).hexdigest() == description["base"]["architecture"]
