@@ -19,7 +19,11 @@ PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 # command: (what it is for, the extra it needs, what it runs)
 COMMANDS: dict[str, tuple[str, str, list[list[str]]]] = {
-    "demo": ("adapt a small network to new digits, and prune it", "demo", [["examples/adapt_and_prune.py"]]),
+    "demo": (
+        "adapt a small network to new digits, prune it, and switch between tasks",
+        "demo",
+        [["examples/adapt_and_prune.py"]],
+    ),
     "test": ("run the tests", "test", [["-m", "pytest", "-n", "2", "-m", "not slow"]]),
     "slow": ("run the slow tests", "test", [["-m", "pytest", "-m", "slow"]]),
     "check": (
@@ -35,6 +39,7 @@ COMMANDS: dict[str, tuple[str, str, list[list[str]]]] = {
     ),
     "bench-scoring": ("measure what scoring costs", "bench", [["benchmarks/scoring.py"]]),
     "bench-recovery": ("measure criteria and recovery on CIFAR-10", "bench", [["benchmarks/recovery.py"]]),
+    "bench-switching": ("measure switches, and what comes of them", "bench", [["benchmarks/switching.py"]]),
     "bench-import": ("measure what an import costs", "demo", [["benchmarks/import_time.py"]]),
 }
 

@@ -35,7 +35,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import spalier as sp
-from spalier._table import table
 from spalier.structure.structure import Structure
 
 torchvision_ops.declare()  # peft looks for torchvision as it is imported
@@ -135,14 +134,14 @@ def switch_row(
     source, target = torch.ones(1 << 24), torch.ones(1 << 24)
     turn = iter(range(10**9))
     runs: dict[str, Run] = {
-        "spalier": lambda: switcher.activate("ab"[next(turn) % 2]),
-        "spalier, Task.load and build": lambda: sp.Task.load(store.path("a")).build(base),
+        "Spalier": lambda: switcher.activate("ab"[next(turn) % 2]),
+        "Task.load and build": lambda: sp.Task.load(store.path("a")).build(base),
         "naive": lambda: naive(base, plan, folder / "naive.safetensors"),
-        "peft, load_adapter": peft.load,
-        "peft, set and merge": peft.merge,
+        "PEFT, load_adapter": peft.load,
+        "PEFT, set and merge": peft.merge,
         "copy 64 MiB": lambda: target.copy_(source),
     }
-    check(runs["spalier"](), runs["naive"]())
+    check(runs["Spalier"](), runs["naive"]())
     times: dict[str, list[float]] = {each: [] for each in runs}
     for _ in range(repeats):
         for each, run in runs.items():
@@ -155,8 +154,8 @@ def switch_row(
     for number in range(2000):
         warm.activate("ab"[number % 2])
     microseconds = (time.perf_counter() - start) / 2000 * 1e6
-    ratio = [a / b for a, b in zip(times["naive"], times["spalier"], strict=True)]
-    copies = [a / b for a, b in zip(times["spalier"], times["copy 64 MiB"], strict=True)]
+    ratio = [a / b for a, b in zip(times["naive"], times["Spalier"], strict=True)]
+    copies = [a / b for a, b in zip(times["Spalier"], times["copy 64 MiB"], strict=True)]
     return {
         "channels": density,
         "milliseconds": {each: round(statistics.median(t) * 1e3, 2) for each, t in times.items()},
@@ -285,26 +284,46 @@ def speed_row(kind: str, batch: int, nets: dict[str, nn.Module], repeats: int) -
     }
 
 
-def show(results: dict[str, Any]) -> None:
-    rows = [
-        [
-            f"{row['channels']:.0%}",
-            *(f"{row['milliseconds'][k]:.1f}" for k in row["milliseconds"]),
-            f"{row['naive : spalier']:.1f}",
-            f"{row['spalier : copy 64 MiB']:.2f}",
-            f"{row['warm microseconds']:.0f}",
-        ]
-        for row in results["switching"]
-    ]
-    if rows:
+def markdown(results: dict[str, Any], part: str) -> str:
+    """A table for docs/tasks.md."""
+    rows: list[list[str]]
+    if part == "switching":
+        measured = results["switching"]
+        names = list(measured[0]["milliseconds"])
         head = [
             "channels",
-            *results["switching"][0]["milliseconds"],
-            "naive : spalier",
-            "spalier : copy",
-            "warm µs",
+            *(f"{name}, ms" for name in names),
+            "naive : Spalier",
+            "Spalier : copy",
+            "warm, µs",
         ]
-        print(table(head, rows))
+        rows = [
+            [
+                f"{row['channels']:.0%}",
+                *(f"{row['milliseconds'][name]:.1f}" for name in names),
+                f"{row['naive : spalier']:.1f}",
+                f"{row['spalier : copy 64 MiB']:.2f}",
+                f"{row['warm microseconds']:.0f}",
+            ]
+            for row in measured
+        ]
+    else:
+        shares = [f"{density:.0%}" for density in SPEEDS]
+        head = ["backend", "batch", "base, ms"]
+        head += [*shares, *(f"{s}, norms folded" for s in shares), *(f"{s}, built : fresh" for s in shares)]
+        rows = [
+            [
+                row["backend"],
+                str(row["batch"]),
+                f"{row['base milliseconds']:.0f}",
+                *(f"{row['speed-up'][s]:.1f}" for s in shares),
+                *(f"{row['speed-up, norms folded'][s]:.1f}" for s in shares),
+                *(f"{row['built : fresh'][s]:.2f}" for s in shares),
+            ]
+            for row in results["inference"]
+        ]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def main() -> None:
@@ -327,7 +346,9 @@ def main() -> None:
         kept = [row for row in results["inference"] if (row["backend"], row["batch"]) not in measured]
         results["inference"] = kept + fresh
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    show(results)
+    for part in ("switching", "inference"):
+        if results[part]:
+            print(f"\n{markdown(results, part)}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Adapt a frozen network to new digits, prune it, fuse the adapter away, and get the base back: a few seconds.
+"""Adapt a frozen network to new digits, prune it, save the task, get the base back, and switch: a few seconds.
 
 The base learns the digits 0 to 4. Then it is frozen, and SPLoRA learns the digits 5 to 9 beside it. Most of its
-channels go, what is left is recovered without labels, and trained a little. Every number that is printed is measured in
-this run.
+channels go, what is left is recovered without labels, and trained a little. The task becomes a file; the one base
+serves it and the file of the unpruned task. Every number that is printed is measured in this run.
 """
 
 from __future__ import annotations
 
 import copy
+import tempfile
 import time
 
 import torch
@@ -61,8 +62,20 @@ def accuracy(net: nn.Module, split: Split) -> str:
     return f"{(net(images).argmax(1) == labels).float().mean():.1%}"
 
 
+def switch(base: nn.Module, store: sp.Store, split: Split, wanted: Tensor) -> None:
+    """Make the one base each of its tasks in turn."""
+    switcher = sp.Switcher(base, store)
+    for name in ("whole", "pruned", "whole", "pruned"):
+        start = time.perf_counter()
+        net = switcher.activate(name)
+        seconds = time.perf_counter() - start
+        print(f"switcher.activate({name!r}): {seconds * 1e3:.2f} ms, {accuracy(net, split)} right")
+    difference = (switcher(split[2]) - wanted).abs().max().item()
+    print(f"From its file the pruned network is plain and small; outputs differ by {difference:.1g}.")
+
+
 def main() -> None:
-    """Pretrain, adapt, prune, fuse, detach."""
+    """Pretrain, adapt, prune, save, detach, switch."""
     start = time.perf_counter()
     torch.manual_seed(0)
     old, new = digits(0, 1, 2, 3, 4), digits(5, 6, 7, 8, 9)
@@ -77,6 +90,9 @@ def main() -> None:
     print(sp.attach_(base, sp.SPLoRA(rank=4), head="14", example=new[0][:2]))
     train(base, new, epochs=12, rate=1e-2)
     print(f"\nAdapted to the digits 5-9: {accuracy(base, new)} are right.\n")
+    folder = tempfile.TemporaryDirectory()
+    store = sp.Store(folder.name)
+    store.add(sp.Task.of(base, "whole"))
 
     batches = list(zip(new[0].split(64), new[1].split(64), strict=True))
     scores = sp.score(base, batches, "taylor", loss=nn.functional.cross_entropy)
@@ -90,19 +106,20 @@ def main() -> None:
     train(base, new, epochs=3, rate=3e-3)
     print(f"after three epochs: {accuracy(base, new)}.\n")
 
-    plain = sp.fuse(base)
-    images = new[2]
-    difference = (plain(images) - base(images)).abs().max().item()
-    print(
-        f"sp.fuse(net): a small plain network, {accuracy(plain, new)} right; outputs differ by {difference:.0e}."
-    )
-    print(sp.count(plain, images[:1]))
-
+    task = sp.Task.of(base, "pruned", classes=list("56789"))
+    store.add(task)
+    wanted = base(new[2])
     sp.detach_(base)
     same = all(torch.equal(value, frozen[key]) for key, value in base.state_dict().items())
     print(
-        f"\nsp.detach_(net): the base is bit-identical to before: {same}; digits 0-4: {accuracy(base, old)}."
+        f"sp.detach_(net): the base is bit-identical to before: {same}; digits 0-4: {accuracy(base, old)}.\n"
     )
+
+    print(f"sp.Store(folder).list()\n{store.list()}\n")
+    print(f"task.storage_costs(base, batches)\n{task.storage_costs(base, [(new[2], new[3])])}\n")
+    switch(base, store, new, wanted)
+    print(sp.count(store.load("pruned").build(base), new[2][:1]))
+    folder.cleanup()
     print(f"Done in {time.perf_counter() - start:.0f} s.")
 
 

@@ -11,8 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/criteria.md"])
-def test_code_in_the_docs_runs(page):
+@pytest.mark.parametrize("page", ["README.md", "docs/criteria.md", "docs/tasks.md"])
+def test_code_in_the_docs_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
     names: dict[str, object] = {}
@@ -39,3 +40,9 @@ def test_the_figures_of_recovery_are_the_committed_ones(part):
     assert table in (ROOT / "docs/criteria.md").read_text()
     if part == "one_shot":
         assert table in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("part", ["switching", "inference"])
+def test_the_figures_of_switching_are_the_committed_ones(part):
+    module, report = benchmark("switching")
+    assert module.markdown(report, part) in (ROOT / "docs/tasks.md").read_text()

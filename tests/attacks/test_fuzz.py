@@ -94,7 +94,7 @@ def edited(random):
     return bytes(data)
 
 
-@fuzz(800)
+@fuzz(500)
 @given(SEEDS)
 def test_edited_bytes(loads, seed):
     loads(edited(Random(seed)))

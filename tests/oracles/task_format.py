@@ -105,7 +105,9 @@ def network(path, base, groups=None):
                 )
                 up, adapters = adapters[: rank * outputs].reshape(rank, outputs), adapters[rank * outputs :]
                 many = (groups or {}).get(path, 1)
-                many = len({output // (shape[0] // many) for output in left[0]})  # groups without outputs are gone
+                many = len(
+                    {output // (shape[0] // many) for output in left[0]}
+                )  # groups without outputs are gone
                 if kind == "low-rank-whole":
                     assert many == 1
                     down, up = down[:, left[1]], up[:, left[0]]

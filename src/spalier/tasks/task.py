@@ -31,8 +31,8 @@ class Task(Learned):
     """Which channels a task keeps of its base, and what it has learned.
 
     >>> from spalier import SPLoRA, attach_, models
-    >>> base = models.resnet20(classes=10)
-    >>> net = models.resnet20(classes=10)
+    >>> base = models.resnet18(classes=10)
+    >>> net = models.resnet18(classes=10)
     >>> _ = net.load_state_dict(base.state_dict())
     >>> _ = attach_(net, SPLoRA(rank=2), head="fc")
     >>> task = Task.of(net, "digits", metrics={"accuracy": 0.98})
