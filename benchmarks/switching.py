@@ -54,6 +54,9 @@ def make(density: float, base: nn.Module, structure: Structure) -> tuple[nn.Modu
         for parameter in net.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.02)
+        for name, buffer in net.named_buffers():
+            if name.endswith("num_batches_tracked"):
+                buffer += 1234
     units = {
         s.name: torch.randperm(s.size)[: max(1, int(s.size * density))].tolist() for s in structure.streams
     }

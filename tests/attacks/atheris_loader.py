@@ -60,7 +60,7 @@ def signed(parts: Parts, rest: bytes) -> Parts:
     try:
         parts.table = json.loads(rest)
         parts.sign()
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         pass
     return parts
 

@@ -77,7 +77,7 @@ class Parts:
         own = {
             ".".join(filter(None, (path, key)))
             for path, keys, _, _, source in table["rows"]
-            if source[0] in ("values", "integers")
+            if source[:1] in (["values"], ["integers"])
             for key in keys
         }
         self.description["base"] = {

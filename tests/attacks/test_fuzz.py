@@ -23,7 +23,6 @@ from support import assert_unchanged, snapshot
 import spalier
 from attacks.parts import Parts, base, join, pack, split, unpack, valid
 from spalier.errors import TaskFileError
-from spalier.tasks.build import rows_of
 from spalier.tasks.table import Cuts, Table, Values
 from spalier.tasks.text import SUFFIX
 
@@ -243,7 +242,7 @@ def _deflated(table):
 def _fit_numbers(parts, table, masks):
     cuts = Cuts(masks)
     own = sum(len(r.keys) * math.prod(cuts.of(r).shape) for r in table.rows if isinstance(r.source, Values))
-    shapes = [shape for row in table.rows for shape in rows_of(row)]
+    shapes = [shape for row in table.rows for shape in getattr(row.source, "rows", ())]
     counts = {"values": own, "adapters": sum(a * b for a, b in shapes), "scales": sum(a for a, _ in shapes)}
     for name, count in counts.items():
         if name in parts.tensors and count < 4000:

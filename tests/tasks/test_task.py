@@ -517,7 +517,9 @@ def test_writes_to_the_base_are_noticed(base):
 def test_adapted_pruned_and_foreign_bases_are_refused(base):
     net = learned(base, example=IMAGE.double())
     task = sp.Task.of(net, "a")
-    for wrong in (net, sp.fuse(net), "net", None):
+    empty = tiny_cnn().to("meta")
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    for wrong in (net, sp.fuse(net), "net", None, empty, lazy):
         with pytest.raises(TaskFileError) as error:
             task.build(wrong)
         assert error.value.code == "base"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spalier.adapters.layers import Geometry, described, geometries
+from spalier.adapters.layers import Geometry, described, geometries, is_uninitialised
 from spalier.adapters.tensors import first_names, tensors_of
 from spalier.errors import SpalierError, TaskFileError
 from spalier.tasks import fingerprint
@@ -83,6 +83,8 @@ class Base:
             )
         self.net = net
         named = tensors_of(net)
+        if is_uninitialised(net) or any(tensor.is_meta for tensor in named.values()):
+            raise TaskFileError("base", "tensors of the base have no values yet; load its weights first")
         self.ties = first_names(named)
         self.tensors = {name: named[name] for name, first in self.ties.items() if name == first}
         """Every parameter and buffer by its first name."""

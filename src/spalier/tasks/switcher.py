@@ -62,6 +62,7 @@ class Switcher:
         self._ready: OrderedDict[str, Ready] = OrderedDict()
         self._building: dict[str, Future[Ready]] = {}
         self._current: Ready | None = None
+        self._paths: dict[str, str] = {}
         self._lock = threading.Lock()
 
     @property
@@ -136,11 +137,13 @@ class Switcher:
         return made
 
     def _stamp(self, name: str) -> Stamp:
+        path = self._paths.get(name) or str(self.store.path(name))
         try:
-            found = self.store.path(name).lstat()
+            found = os.lstat(path)
         except OSError:
             self.store.load(name)  # says what is wrong
             raise
+        self._paths[name] = path
         return found.st_ino, found.st_mtime_ns, found.st_size
 
     def _evict_(self) -> None:
