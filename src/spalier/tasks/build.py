@@ -77,8 +77,9 @@ def _check_shapes(task: Learned, base: Base) -> None:
                 )
             if tensor.is_floating_point() == isinstance(row.source, Integers):
                 raise TaskFileError("base", f"{name!a} is {tensor.dtype} in the base; {_ADVICE}")
-    paths = [w.module for w in task.table.writers] + list(task.table.attributes) + list(task.table.heads)
-    for path in paths:
+    table = task.table
+    folds = [path for pair in table.folds for path in pair]
+    for path in (*(w.module for w in table.writers), *table.attributes, *table.heads, *folds):
         if path not in base.modules:
             raise TaskFileError("base", f"the base has no module {path!a}; {_ADVICE}")
 
