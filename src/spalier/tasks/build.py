@@ -20,13 +20,14 @@ from spalier.tasks.fold import fold_
 from spalier.tasks.learned import Learned
 from spalier.tasks.storage import matrices
 from spalier.tasks.table import Frozen, Integers, Ints, LowRank, Pointwise, Row, Values
+from spalier.tasks.text import shown
 
 
 @torch.no_grad()
 def build(task: Learned, base: Base, *, fold: bool, share: bool) -> nn.Module:
     """The network that a task makes of its base."""
     check_base(task, base)
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), np.errstate(all="ignore"):  # what is not finite is found afterwards
         maker = _Maker(task, base, share=share)
         tensors = {name: tensor for row in task.table.rows for name, tensor in maker.tensors(row)}
         for name, tensor in base.tensors.items():
@@ -67,21 +68,21 @@ def _check_shapes(task: Learned, base: Base) -> None:
         for name in row.names:
             tensor = base.tensors.get(name)
             if tensor is None:
-                raise TaskFileError("base", f"the base has no tensor {name!a}; {_ADVICE}")
+                raise TaskFileError("base", f"the base has no tensor {shown(name)}; {_ADVICE}")
             if tensor.shape != row.shape and not (
                 name in task.table.own and row.path in task.table.heads and tensor.dim() == len(row.shape)
             ):
                 raise TaskFileError(
                     "base",
-                    f"{name!a} has shape {tuple(tensor.shape)} in the base, expected {row.shape}; {_ADVICE}",
+                    f"{shown(name)} has shape {tuple(tensor.shape)} in the base, expected {row.shape}; {_ADVICE}",
                 )
             if tensor.is_floating_point() == isinstance(row.source, Integers):
-                raise TaskFileError("base", f"{name!a} is {tensor.dtype} in the base; {_ADVICE}")
+                raise TaskFileError("base", f"{shown(name)} is {tensor.dtype} in the base; {_ADVICE}")
     table = task.table
     folds = [path for pair in table.folds for path in pair]
     for path in (*(w.module for w in table.writers), *table.attributes, *table.heads, *folds):
         if path not in base.modules:
-            raise TaskFileError("base", f"the base has no module {path!a}; {_ADVICE}")
+            raise TaskFileError("base", f"the base has no module {shown(path)}; {_ADVICE}")
 
 
 class _Maker:
@@ -138,7 +139,9 @@ class _Maker:
         try:
             made = torch.tensor(numbers, dtype=whole.dtype, device=whole.device).view(row.shape)
         except (RuntimeError, OverflowError):
-            raise TaskFileError("base", f"{name!a} is {whole.dtype}, too small for its numbers") from None
+            raise TaskFileError(
+                "base", f"{shown(name)} is {whole.dtype}, too small for its numbers"
+            ) from None
         return self._like(name, self._cut(made, row))
 
     def _cut(self, tensor: Tensor, row: Row) -> Tensor:
@@ -171,7 +174,7 @@ class _Maker:
         else:
             fused = self._any(name, row, weight.geometry, self._adapters[begin : self._start])
         # the largest number that can come out tells nearly always that none overflows, without looking at them
-        bound = self._peak if isinstance(source, Pointwise) else source.rank * self._peak**2
+        bound = self._peak if isinstance(source, Pointwise) else source.rank * self._peak * self._peak
         if not weight.largest + bound < weight.limit:
             _check_finite(name, fused)
         return fused
@@ -278,14 +281,14 @@ def _is_own(row: Row) -> bool:
 
 def _check_sizes(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if found != expected:
-        raise TaskFileError("sizes", f"the adapter of {name!a} has sizes {found}, expected {expected}")
+        raise TaskFileError("sizes", f"the adapter of {shown(name)} has sizes {found}, expected {expected}")
 
 
 def _check_finite(name: str, tensor: Tensor) -> None:
     if not bool(torch.isfinite(tensor).all()):
         raise TaskFileError(
             "overflow",
-            f"fusing {name!a} gives numbers beyond {tensor.dtype}; build on the base in a wider dtype, "
+            f"fusing {shown(name)} gives numbers beyond {tensor.dtype}; build on the base in a wider dtype, "
             "or learn the task again",
         )
 
@@ -323,13 +326,16 @@ def sizes_left(task: Learned, modules: dict[str, nn.Module]) -> dict[str, dict[s
 def _check_attribute(path: str, key: str, value: int | tuple[int, ...], base: object) -> None:
     """A task may make sizes smaller, and nothing else."""
     news = value if isinstance(value, tuple) else (value,)
-    olds = base if isinstance(base, tuple) and isinstance(value, tuple) else (base,)
-    fits = len(news) == len(olds) and all(
-        type(old) is int and new <= old for new, old in zip(news, olds, strict=True)
+    olds = base if isinstance(base, tuple) else (base,)
+    fits = (
+        isinstance(value, tuple) == isinstance(base, tuple)
+        and len(news) == len(olds)
+        and all(type(old) is int and new <= old for new, old in zip(news, olds, strict=True))
     )
     if not fits:
         raise TaskFileError(
-            "base", f"{path!a}.{ascii(key)[1:-1]} is no size of the base that could be {value}"
+            "base",
+            f"{shown(path)}.{shown(key)[1:-1]} is no size of the base that could be {value}",
         )
 
 

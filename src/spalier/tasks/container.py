@@ -76,21 +76,23 @@ def read(path: Path, limit: int = MAX_BYTES) -> Contents:
     with opened(path) as (file, size):
         if size > limit:
             raise TaskFileError("too-large", f"the file has {size:,} bytes, more than the limit of {limit:,}")
-        length = _header_length(bytes(read_exactly(file, min(size, 8))), size)
-        entries, description = _parsed(bytes(read_exactly(file, length)), size - 8 - length)
+        start = bytes(read_exactly(file, min(size, 9)))
+        length = _header_length(start, size)
+        entries, description = _parsed(start[8:] + bytes(read_exactly(file, length - 1)), size - 8 - length)
         data = read_exactly(file, size - 8 - length)
     return Contents(description, {e.name: _tensor(e, data) for e in entries}, size)
 
 
 def _header_length(start: bytes, size: int) -> int:
+    (length,) = struct.unpack("<Q", start[:8].ljust(8, b"\xff"))
+    is_ours = 2 <= length <= MAX_HEADER and start[8:] in (b"", b"{")  # a length may look like a pickle
     for magic, what in _FOREIGN.items():
-        if start.startswith(magic):
+        if start.startswith(magic) and not is_ours:
             raise TaskFileError(
                 "foreign", f"the file is {what}, expected a task file (NAME.task.safetensors)"
             )
     if len(start) < 8:
         raise TaskFileError("truncated", f"the file has {size} bytes, too few for a task file")
-    (length,) = struct.unpack("<Q", start[:8])
     if length > MAX_HEADER or length < 2:
         raise TaskFileError(
             "header-length", f"the header is said to have {length:,} bytes, expected 2 to {MAX_HEADER:,}"
@@ -136,7 +138,7 @@ def _entry(name: str, spec: object) -> _Entry:
     if not isinstance(spec, dict) or set(spec) != {"dtype", "shape", "data_offsets"}:
         raise TaskFileError("header", f"{name} lacks dtype, shape or data_offsets, or has more")
     dtype, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]
-    if dtype not in TENSORS[name]:
+    if not isinstance(dtype, str) or dtype not in TENSORS[name]:
         raise TaskFileError(
             "dtype", f"{name} is {str(dtype)[:20]!a}, expected {' or '.join(sorted(TENSORS[name]))}"
         )

@@ -142,7 +142,7 @@ class _Describer:
             return True
         if isinstance(tensor, nn.Parameter):
             return False
-        if is_norm(self.owners[name][0].module) and tensor.is_floating_point():
+        if is_norm(self.owners[name][0].module):
             return True
         base = self.bases[name]
         if self.structure is not None:

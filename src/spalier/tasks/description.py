@@ -47,7 +47,7 @@ class Description:
     def __post_init__(self) -> None:
         check_name(self.name)
         _check("adapter", isinstance(self.adapter.get("kind"), str), "a dict with a kind")
-        _check("learned", type(self.learned) is int and self.learned >= 0, "a number")
+        _check("learned", type(self.learned) is int and 0 <= self.learned < 2**63, "a number")
         _check("storage", self.storage in STORAGES, f"one of {', '.join(STORAGES)}")
         numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in self.metrics.values())
         _check("metrics", numbers, "a dict of numbers")

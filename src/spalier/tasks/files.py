@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -36,7 +37,7 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     except FileNotFoundError:
         raise TaskFileError("missing", f"there is no file {str(path)!a}") from None
     except (OSError, ValueError) as error:
-        raise TaskFileError("unreadable", f"{str(path)!a} cannot be opened: {_reason(error)}") from None
+        raise TaskFileError("unreadable", f"{str(path)!a} cannot be opened: {reason(error)}") from None
     with os.fdopen(handle, "rb", buffering=0) as file:
         found = os.fstat(handle)
         _check_kind(path, found)
@@ -73,7 +74,7 @@ def read_exactly(file: BinaryIO, size: int) -> bytearray:
         try:
             count = file.readinto(view[filled:])  # type: ignore[attr-defined]
         except OSError as error:
-            raise TaskFileError("unreadable", f"the file cannot be read: {_reason(error)}") from None
+            raise TaskFileError("unreadable", f"the file cannot be read: {reason(error)}") from None
         if not count:
             raise TaskFileError(
                 "truncated", f"the file ends after {filled} of {size} bytes that were expected here"
@@ -92,13 +93,21 @@ def write(path: Path, data: bytes) -> None:
             _write_new(temporary, data)
             temporary.replace(path)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError, ValueError):
+                temporary.unlink(missing_ok=True)
             raise
+    except (OSError, ValueError) as error:
+        raise TaskFileError(
+            "write",
+            f"{str(path)!a} could not be written: {reason(error)}; what was there before is unchanged",
+        ) from error
+    try:
         sync_folder(path.parent)
     except OSError as error:
         raise TaskFileError(
             "write",
-            f"{str(path)!a} could not be written: {_reason(error)}; what was there before is unchanged",
+            f"{str(path)!a} is in place, but its folder could not be flushed to disk: {reason(error)}; a crash of the "
+            "machine may undo it, so write it again",
         ) from error
 
 
@@ -119,6 +128,12 @@ def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # some file systems have no such thing for folders
+            raise
     finally:
         os.close(handle)
 
@@ -155,7 +170,7 @@ def locked(folder: Path) -> Iterator[None]:
         handle = os.open(folder / ".lock", flags, 0o666)
     except OSError as error:
         raise TaskFileError(
-            "write", f"the store {str(folder)!a} cannot be locked for writing: {_reason(error)}"
+            "write", f"the store {str(folder)!a} cannot be locked for writing: {reason(error)}"
         ) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -164,5 +179,6 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """What went wrong, in a few words."""
     return error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)

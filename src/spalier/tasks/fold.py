@@ -32,7 +32,7 @@ def fold_(net: nn.Module, modules: dict[str, nn.Module], pairs: Sequence[tuple[s
     folded = {modules[norm]: modules[layer] for layer, norm in pairs}
     times = Counter(id(t) for m in net.modules() for t in m._parameters.values() if t is not None)
     for path, module in modules.items():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, _BatchNorm) or module in folded:
             reason = _obstacle(module, folded.get(module), times)
             if reason:
                 raise TaskFileError(
@@ -66,7 +66,8 @@ def _obstacle(norm: Any, layer: Any, times: Counter[int]) -> str:
         return "its layer shares the weight with another"
     if _LAYERS[type(layer)] and layer.groups > 1:
         return "its layer is a transposed convolution with groups"
-    if norm.running_mean.numel() != layer.weight.shape[_LAYERS[type(layer)]]:
+    held = (norm.running_mean, norm.running_var, norm.weight, norm.bias, layer.bias)
+    if {t.numel() for t in held if t is not None} != {layer.weight.shape[_LAYERS[type(layer)]]}:
         return "it is not for the channels of its layer"
     return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from spalier._table import table
 from spalier.errors import TaskFileError
 from spalier.tasks import files
 from spalier.tasks.base import Base
-from spalier.tasks.build import check_base
+from spalier.tasks.build import build
 from spalier.tasks.report import Report, report
 from spalier.tasks.storage import Storage
 from spalier.tasks.task import Task
@@ -59,9 +60,9 @@ class Store:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             files.sweep(self.folder)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise TaskFileError(
-                "unreadable", f"{str(self.folder)!a} cannot be a store: {error.strerror}; pass a folder"
+                "unreadable", f"{str(self.folder)!a} cannot be a store: {files.reason(error)}; pass a folder"
             ) from error
 
     def path(self, name: str) -> Path:
@@ -89,7 +90,7 @@ class Store:
         except TaskFileError as error:
             if error.code != "missing":
                 raise
-            known = ", ".join(list(self)[:5]) or "none"
+            known = ", ".join(ascii(name)[1:-1][:40] for name in list(self)[:5]) or "none"
             raise TaskFileError("missing", f"the store has no task {name!r}; it has {known}") from None
 
     def add(
@@ -102,7 +103,7 @@ class Store:
             files.sweep(self.folder)
             for other in self:
                 if other.lower() == target.name.removesuffix(SUFFIX).lower():
-                    same = self.path(other) == target
+                    same = other == target.name.removesuffix(SUFFIX)
                     if not same or not overwrite:
                         advice = "pass overwrite=True to replace it" if same else "file systems mix them up"
                         raise TaskFileError("exists", f"the store has a task {other!r} already; {advice}")
@@ -152,17 +153,19 @@ class Store:
             try:
                 task = self.load(name)
                 if base is not None:
-                    check_base(task, base)
-                found.append(Listed(name, path.stat().st_size, task, None))
-            except TaskFileError as error:
-                if error.code != "missing" or path.exists():  # else another process has removed it
-                    found.append(Listed(name, path.lstat().st_size, None, error))
+                    build(task, base, fold=False, share=True)
+                error = None
+            except TaskFileError as wrong:
+                task, error = None, wrong
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                found.append(Listed(name, path.lstat().st_size, task, error))
         return found
 
 
 def _row(entry: Listed) -> list[str]:
+    name = entry.name if entry.name.isprintable() else ascii(entry.name)  # whoever put the file there
     if entry.task is None:
-        return [entry.name, f"{entry.size:,}", "-", "-", "-", "" if entry.error is None else entry.error.code]
+        return [name, f"{entry.size:,}", "-", "-", "-", "" if entry.error is None else entry.error.code]
     density = entry.task.description.density
     shares = [f"{pair[0] / pair[1]:.1%}" if pair else "-" for pair in (density.channels, density.weights)]
-    return [entry.name, f"{entry.size:,}", f"{entry.task.description.learned:,}", *shares, "sound"]
+    return [name, f"{entry.size:,}", f"{entry.task.description.learned:,}", *shares, "sound"]

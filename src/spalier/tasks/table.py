@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -221,7 +222,7 @@ class Table:
         for number, writer in enumerate(self.writers, start=len(self.streams)):
             if (masks[number] & ~masks[writer.stream]).any():
                 raise TaskFileError(
-                    "mask", f"the writer {writer.name!a} keeps units that its stream does not have"
+                    "mask", f"the writer {writer.name[:60]!a} keeps units that its stream does not have"
                 )
         return masks
 
@@ -314,6 +315,7 @@ class _Parser:
         """Whether no text in it can hold more than printable ASCII."""
         self.sizes: list[int] = []
         self._indices = 0
+        self._together: set[Any] = {None}
         self._whole: dict[int, Placement] = {}
 
     def table(self) -> Table:
@@ -334,16 +336,20 @@ class _Parser:
         self._check_unique("tensor", [name for row in rows for name in row.names])
         folds = tuple((self._text(a), self._text(b)) for a, b in self._lists("folds", 2))
         heads = tuple(self._text(path) for path in self._list(self.data["heads"]))
+        self._check_unique("head", list(heads))
+        self._check_unique("norm to fold", [norm for _, norm in folds])
         return Table(streams, writers, rows, self._attributes(), heads, folds)
 
     def _row(self, path: Any, keys: Any, shape: Any, axes: Any, source: Any) -> Row:
         where = self._text(path)
         sizes = tuple(self._list(shape))
-        if not all(type(n) is int and 0 <= n < 2**31 for n in sizes) or math.prod(sizes) > MAX_SIZE:
-            raise _wrong(f"{where[:60]!a} is said to have the shape {str(sizes)[:60]!a}")
         if len(sizes) > 16 or len(self._list(axes)) != len(sizes):
             raise _wrong(f"{where[:60]!a} has {len(sizes)} axes, and masks for {len(axes)}")
+        if not all(type(n) is int and 0 <= n < 2**31 for n in sizes) or math.prod(sizes) > MAX_SIZE:
+            raise _wrong(f"{where[:60]!a} is said to have the shape {str(sizes)[:60]!a}")
         names = tuple(self._text(key) for key in self._list(keys))
+        for several, n in zip(axes, sizes, strict=True):
+            self._count(self._list(several), n)
         if not names or any("." in name or not name for name in names):
             raise _wrong(f"{where[:60]!a} has no keys, or keys with dots")
         on = tuple(
@@ -351,6 +357,15 @@ class _Parser:
             for several, n in zip(axes, sizes, strict=True)
         )
         return Row(where, names, sizes, on, self._source(self._list(source), sizes, len(names)))
+
+    def _count(self, several: list[Any], size: int) -> None:
+        """Bound the memory that `Cuts` will need: masks that lie together on an axis are looked at once."""
+        key = tuple(several) if all(type(mask) is int for mask in several) else None
+        if key not in self._together:
+            self._together.add(key)
+            self._indices += size * len(several)
+            if self._indices > MAX_INDICES:
+                raise _wrong(f"the masks are for more than {MAX_INDICES:,} indices")
 
     def _placement(self, data: Any, size: int) -> Placement:
         if type(data) is int:
@@ -438,7 +453,7 @@ class _Parser:
 
     def _check_unique(self, what: str, names: list[str]) -> None:
         if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
+            twice = Counter(names).most_common(1)[0][0]
             raise _wrong(f"the {what} {twice[:60]!a} occurs twice")
 
 

@@ -58,6 +58,11 @@ def check_text(what: str, text: str) -> str:
     return text
 
 
+def shown(text: object) -> str:
+    """Text of a stranger as a message may show it: short, and in ASCII."""
+    return ascii(text)[:100]
+
+
 def check_plain(what: str, value: Any, depth: int = 0) -> Any:
     """Plain data with safe text in it: what JSON can hold, finite, and not too deep."""
     if depth > MAX_DEPTH:
@@ -93,7 +98,7 @@ def parse(code: str, what: str, raw: bytes) -> Any:
         return json.loads(raw.decode("utf-8"), object_pairs_hook=_without_doubles, parse_constant=_constant)
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, ValueError) else "it is nested too deep"
-        raise TaskFileError(code, f"{what} is not strict JSON: {ascii(reason)[1:121]}") from None
+        raise TaskFileError(code, f"{what} is not strict JSON: {ascii(reason)[1:-1][:120]}") from None
 
 
 def dump(value: Any) -> str:
