@@ -68,8 +68,8 @@ CRITERIA_LAYERS = [
 ]
 TASKS_LAYERS = [
     {"text", "files", "storage", "fingerprint"},
-    {"container", "table", "fold", "base", "description"},
-    {"learned"},
+    {"container", "table", "fold", "description"},
+    {"learned", "base"},
     {"build", "describe"},
     {"apply", "report", "costs"},
     {"task"},

@@ -519,7 +519,7 @@ def _rows() -> None:
         _change(f"row of shape {name}", "table", _row(0, 2, shape))
     _change("row of fifty thousand axes", "table", _row(0, 2, [2**31 - 1] * 50_000))
     _change("row of another kernel", "base", _row(0, 2, [8, 3, 5, 5]))
-    _change("row of more inputs", "base", _row(0, 2, [8, 4, 3, 3]))
+    _change("row of more inputs", "sizes", _row(0, 2, [8, 4, 3, 3]))
     _change("row of other order", "mask", _row(0, 2, [3, 8, 3, 3]))
     _change("row without keys", "table", _row(0, 1, []))
     _change("row with a dotted key", "table", _row(0, 1, ["a.b"]))
@@ -540,6 +540,7 @@ def _rows() -> None:
     _change("a writer of 1000 characters", "mask", _with_writer("0", "w" * 1000, b"\xff"))
     _change("a row of norms as integers", "table", _row(2, 4, ["integers"]))
     _change("a weight as integers", "base", _integers, signed=True)
+    _integer_cases()
 
 
 def _with_writer(module: str, name: str = "w", mask: bytes = b"\x01") -> Callable[[Parts], object]:
@@ -553,7 +554,32 @@ def _with_writer(module: str, name: str = "w", mask: bytes = b"\x01") -> Callabl
 
 
 def _integers(parts: Parts) -> None:
-    parts.table["rows"][1][4] = ["integers", *range(8)]
+    parts.table["rows"][1][3:] = [[[]], ["integers"]]
+    parts.description["integers"] = [[0, 8], *parts.description["integers"]]
+
+
+def _counted(integers: object) -> Callable[[Parts], object]:
+    return lambda parts: parts.description.update(integers=integers)
+
+
+def _integer_cases() -> None:
+    for integers in (
+        {},
+        "12",
+        [1, 2],
+        [[1]],
+        [[1, 2, 3]],
+        [["1", 2]],
+        [[1.0, 2]],
+        [[True, 2]],
+        [[1, -2]],
+        [[2**63, 2]],
+    ):
+        _change(f"integers {integers}", "metadata", _counted(integers))
+    for integers in ([[1, 2**60]], [[1, 3]], [[1, 0], [1, 2]]):
+        _change(f"integers {integers} for two places", "metadata", _counted(integers))
+    for integers in ([], [[1, 1]], [[1, 2], [2, 1]]):
+        _change(f"integers {integers} for two places", "sizes", _counted(integers))
 
 
 def _sources() -> None:
@@ -564,33 +590,39 @@ def _sources() -> None:
         ["base", 1],
         ["values", 1],
         ["low-rank"],
-        ["low-rank", 2, 3, 1],
+        ["low-rank", 2, 1, 1],
+        ["low-rank", 2, 1, 3, 0],  # eight outputs are not three groups
         [["base"]],
+        ["integers"],
+        ["integers", 1],
     )
     wrong = (
-        ["low-rank", 0, 3, 1, 4],
-        ["low-rank", -1, 3, 1, 4],
-        ["low-rank", 2.0, 3, 1, 4],
-        ["pointwise", 4],
+        ["low-rank", 0, 1, 1, 0],
+        ["low-rank", -1, 1, 1, 0],
+        ["low-rank", 2.0, 1, 1, 0],
+        ["low-rank", 2, 1, 1, 2],
+        ["low-rank", 2, 1, 1, True],
+        ["pointwise", 1],
     )
-    huge = (["low-rank", 2**31, 3, 1, 4], ["low-rank", True, 3, 1, 4], ["low-rank", 10**400, 3, 1, 4])
+    huge = (["low-rank", 2**31, 1, 1, 0], ["low-rank", True, 1, 1, 0], ["low-rank", 10**400, 1, 1, 0])
     for source in (*unknown, *wrong, *huge):
         _change(f"source {str(source)[:40]}", "table", _row(0, 4, source))
     for source in (
-        ["low-rank", 2**31 - 1, 3, 1, 4],
-        ["low-rank", 2**31 - 1, 2**31 - 1, 2**31 - 1, 2**31 - 1],
-        ["low-rank", 1, 3, 1, 4],
-        ["pointwise", 2**31 - 1, 2**31 - 1],
-        ["low-rank", 2, 4, 1, 3],  # as many numbers, and other sizes
-        ["low-rank-whole", 2, 3, 1, 4],
-        ["low-rank", 1, 1, 1, 13],
-        ["pointwise", 7, 2],
+        ["low-rank", 2**31 - 1, 1, 1, 0],
+        ["low-rank", 2**31 - 1, 2**31 - 1, 1, 0],
+        ["low-rank", 1, 1, 1, 0],
+        ["low-rank", 2, 9, 1, 0],
+        ["low-rank", 2, 1, 2, 0],
+        ["low-rank", 2, 1, 1, 1],  # as many numbers, and the weight the other way round
+        ["low-rank-whole", 2, 1, 1, 0],
+        ["pointwise", 1, 0],
+        ["pointwise", 8, 1],
         ["values"],
         ["base"],
     ):
         _change(f"source {source} that lies", "sizes", _row(0, 4, source), signed=True)
-    _change("an adapter on a bias", "table", _row(1, 4, ["low-rank", 2, 3, 1, 4]))
-    _change("an adapter on a norm", "table", _row(2, 4, ["pointwise", 4, 1]))
+    _change("an adapter on a bias", "table", _row(1, 4, ["low-rank", 2, 1, 1, 0]))
+    _change("an adapter on a norm", "table", _row(2, 4, ["pointwise", 1, 0]))
 
 
 def _patterns() -> None:

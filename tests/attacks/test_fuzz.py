@@ -23,7 +23,7 @@ from support import assert_unchanged, snapshot
 import spalier
 from attacks.parts import Parts, base, join, pack, split, unpack, valid
 from spalier.errors import TaskFileError
-from spalier.tasks.table import Cuts, Table, Values
+from spalier.tasks.table import Table, Values
 from spalier.tasks.text import SUFFIX
 
 MEGABYTES = 64
@@ -240,9 +240,9 @@ def _deflated(table):
 
 
 def _fit_numbers(parts, table, masks):
-    cuts = Cuts(masks)
-    own = sum(len(r.keys) * math.prod(cuts.of(r).shape) for r in table.rows if isinstance(r.source, Values))
-    shapes = [shape for row in table.rows for shape in getattr(row.source, "rows", ())]
+    pieces = table.cut(masks)
+    own = sum(len(row.keys) * math.prod(cut.shape) for row, cut in pieces if isinstance(row.source, Values))
+    shapes = [shape for _, cut in pieces for shape in cut.matrices]
     counts = {"values": own, "adapters": sum(a * b for a, b in shapes), "scales": sum(a for a, _ in shapes)}
     for name, count in counts.items():
         if name in parts.tensors and count < 4000:

@@ -67,21 +67,44 @@ def numbers(tensors, adapters):
     return flat.astype(np.float64)
 
 
-def network(path, base, groups=None):
-    """The tensors of the network, by name, from a file and the tensors of the base.
+def sides(shape, left, groups, inputs_first):
+    """How many inputs and outputs a weight has left, and how many groups."""
+    many = len({index // (shape[0] // groups) for index in left[0]})  # groups that have nothing left are gone
+    outer, inner = len(left[0]), len(left[1]) * many
+    return (outer, inner, many) if inputs_first else (inner, outer, many)
 
-    Weights have their outputs on the first axis; ``groups`` says how many groups a layer has, by its path.
-    """
-    _, table, tensors = read(path)
-    masks = masks_of(table, tensors["masks"])
-    shapes = []
-    for *_, (kind, *sizes) in table["rows"]:
+
+def matrices(rows, masks):
+    """The matrices of all adapters: how many rows each has, and how long these are."""
+    found = []
+    for _, _, shape, axes, (kind, *sizes) in rows:
+        left = [stays(axis, size, masks) for axis, size in zip(axes, shape, strict=True)]
         if kind.startswith("low-rank"):
-            rank, inputs, taps, outputs = sizes
-            shapes += [(rank, inputs * taps), (rank, outputs)]
+            rank, taps, groups, inputs_first = sizes
+            every = [range(size) for size in shape]
+            inputs, outputs, _ = sides(shape, every if kind.endswith("whole") else left, groups, inputs_first)
+            found += [(rank, inputs * taps), (rank, outputs)]
         elif kind == "pointwise":
-            shapes.append(tuple(sizes))
+            inputs, outputs, groups = sides(shape, left, *sizes)
+            found.append((outputs, inputs // groups))
+    return found
+
+
+def network(path, base):
+    """The tensors of the network, by name, from a file and the tensors of the base; outputs on the first axis."""
+    description, table, tensors = read(path)
+    masks = masks_of(table, tensors["masks"])
+    shapes = matrices(table["rows"], masks)
     adapters, values = numbers(tensors, shapes), tensors["values"].astype(np.float64)
+    integers = [number for number, times in description.get("integers", []) for _ in range(times)]
+    shapes = iter(shapes)
+
+    def take():
+        nonlocal adapters
+        rows, length = next(shapes)
+        made, adapters = adapters[: rows * length].reshape(rows, length), adapters[rows * length :]
+        return made
+
     found = {name: tensor.astype(np.float64) for name, tensor in base.items()}
     for path, keys, shape, axes, (kind, *sizes) in table["rows"]:
         left = [stays(axis, size, masks) for axis, size in zip(axes, shape, strict=True)]
@@ -92,35 +115,26 @@ def network(path, base, groups=None):
                 found[name], values = values[:count].reshape([len(i) for i in left]), values[count:]
                 continue
             if kind == "integers":
-                size = int(np.prod(shape))
-                whole, sizes = np.array(sizes[:size], np.float64).reshape(shape), sizes[size:]
-            else:
-                whole = found[name]
-            small = whole[np.ix_(*left)] if left else whole
-            if kind in ("low-rank", "low-rank-whole"):
-                rank, inputs, taps, outputs = sizes
-                down, adapters = (
-                    adapters[: rank * inputs * taps].reshape(rank, inputs, taps),
-                    adapters[rank * inputs * taps :],
+                found[name], integers = (
+                    np.array(integers[:count], np.float64).reshape(shape),
+                    integers[count:],
                 )
-                up, adapters = adapters[: rank * outputs].reshape(rank, outputs), adapters[rank * outputs :]
-                many = (groups or {}).get(path, 1)
-                many = len(
-                    {output // (shape[0] // many) for output in left[0]}
-                )  # groups without outputs are gone
-                if kind == "low-rank-whole":
-                    assert many == 1
+                continue
+            small = found[name][np.ix_(*left)]
+            if kind.startswith("low-rank"):
+                rank, taps, groups, inputs_first = sizes
+                assert not inputs_first
+                down, up = take().reshape(rank, -1, taps), take()
+                if kind.endswith("whole"):
+                    assert groups == 1
                     down, up = down[:, left[1]], up[:, left[0]]
-                add(small, down, up, many)
+                add(small, down, up, sides(shape, left, groups, inputs_first)[2])
             elif kind == "pointwise":
-                matrix, adapters = (
-                    adapters[: sizes[0] * sizes[1]].reshape(sizes),
-                    adapters[sizes[0] * sizes[1] :],
-                )
-                small[(..., *centre(small))] += matrix
+                small[(..., *centre(small))] += take()
             found[name] = small
     assert not len(adapters)
     assert not len(values)
+    assert not integers
     return found
 
 

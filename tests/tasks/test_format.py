@@ -38,8 +38,7 @@ def test_a_second_reader_gives_the_same_network(case, storage, tmp_path):
     path = tmp_path / "a.task.safetensors"
     sp.Task.of(net, "a").save(path, storage=storage)
     tensors = {name: tensor.numpy() for name, tensor in base.state_dict().items()}
-    groups = {name: m.groups for name, m in base.named_modules() if isinstance(m, nn.Conv2d)}
-    found = task_format.network(path, tensors, groups)
+    found = task_format.network(path, tensors)
     built = sp.Task.load(path).build(base).state_dict()
     assert set(found) == {name for name in built if not name.endswith("spread.index")}
     for name, value in found.items():

@@ -149,14 +149,14 @@ def test_many_threads_get_what_they_ask_for(base, store, wanted):
 
 def test_one_network_is_built_once_for_all_who_wait(base, store, monkeypatch):
     built = []
-    slow = module.build
+    slow = module.build_and_weigh
 
     def counted(*args, **kwargs):
         built.append(1)
         time.sleep(0.2)
         return slow(*args, **kwargs)
 
-    monkeypatch.setattr(module, "build", counted)
+    monkeypatch.setattr(module, "build_and_weigh", counted)
     switcher = sp.Switcher(base, store)
     with ThreadPoolExecutor(6) as pool:
         nets = list(pool.map(lambda _: switcher.activate("a"), range(6)))
@@ -169,7 +169,7 @@ def test_all_who_wait_for_a_bad_task_are_told(base, store, monkeypatch):
         time.sleep(0.1)
         raise TaskFileError("overflow", "too much")
 
-    monkeypatch.setattr(module, "build", fails)
+    monkeypatch.setattr(module, "build_and_weigh", fails)
     switcher = sp.Switcher(base, store)
 
     def attempt(_):

@@ -86,6 +86,25 @@ def resized(module: nn.Module, resize: Resize) -> dict[str, Any]:
     return {key: value for key, value in found.items() if getattr(module, key, None) != value}
 
 
+def resized_by_shape(module: nn.Module, shape: tuple[int, ...]) -> dict[str, Any] | None:
+    """What `resized` finds for the most common layers, from the shape of their weight alone; None for all others."""
+    names = _BY_SHAPE.get(type(module))
+    if names is None or getattr(module, "groups", 1) != 1:
+        return None
+    return dict(zip(names, shape, strict=False))
+
+
+_BY_SHAPE = {
+    nn.Linear: ("out_features", "in_features"),
+    nn.Conv1d: ("out_channels", "in_channels"),
+    nn.Conv2d: ("out_channels", "in_channels"),
+    nn.Conv3d: ("out_channels", "in_channels"),
+    nn.BatchNorm1d: ("num_features",),
+    nn.BatchNorm2d: ("num_features",),
+    nn.BatchNorm3d: ("num_features",),
+}
+
+
 def resized_by_tensors(module: nn.Module, kept: dict[str, tuple[Ints | None, ...]]) -> dict[str, Any] | None:
     """The same where the tensors of a module say all that there is to know; None where they do not."""
     entry = _entry_of(module)

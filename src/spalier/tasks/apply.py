@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from spalier.tasks.base import Base
 from spalier.tasks.build import check_base, sizes_left
 from spalier.tasks.learned import Learned
 from spalier.tasks.storage import matrices
-from spalier.tasks.table import Integers, Row, Values
+from spalier.tasks.table import Integers, Values
 
 if TYPE_CHECKING:
     from spalier.structure.structure import Structure
@@ -44,7 +45,7 @@ def apply_(task: Learned, net: nn.Module, example: Any) -> None:
     learned = _owners(
         base, {n for row in task.table.rows if isinstance(row.source, Values) for n in row.names}
     )
-    chosen = _owners(base, {name for row in task.table.rows if row.adapter for name in row.names})
+    chosen = _owners(base, {name for row, cut in task.pieces if cut.matrices for name in row.names})
     if isinstance(adapter, FineTune):
         chosen = learned - set(heads)
     try:
@@ -112,16 +113,14 @@ def _fill_(task: Learned, net: nn.Module, base: Base, changes: Changes, structur
     owners = owners_of(net, base.ties)
     cutter = Cutter(attachment_of(net), changes)
     factors, values = matrices(task.adapter_values(), task.adapter_rows), _taken(task)
-    for row in task.table.rows:
-        indices = task.cuts.of(row).indices
-        for number, name in enumerate(row.names):
+    for row, cut in task.pieces:
+        for name in row.names:
             places = owners[name]
             if isinstance(row.source, Values | Integers):
-                value = next(values) if isinstance(row.source, Values) else _numbers(row, number)
-                _put_(changes, places, value)
+                _put_(changes, places, next(values))
                 continue
-            if any(index is not None for index in indices):
-                cutter.cut_(places, indices)
+            if not cut.is_whole:
+                cutter.cut_(places, cut.indices)
             update = next((u for o in places if (u := updates(o.module).get(o.key)) is not None), None)
             if update is not None:
                 for parameter in update.parameters():
@@ -137,20 +136,16 @@ def _set_values_(changes: Changes, parameter: nn.Parameter, factor: Tensor) -> N
 
 def _taken(task: Learned) -> Iterator[Tensor]:
     """The task's own tensors, in the order of the table."""
-    start = 0
-    for row in task.table.rows:
-        if isinstance(row.source, Values):
-            shape = task.cuts.of(row).shape
-            size = int(np.prod(shape, dtype=np.int64))
-            for _ in row.names:
-                yield task.values[start : start + size].view(shape)
-                start += size
-
-
-def _numbers(row: Row, number: int) -> Tensor:
-    assert isinstance(row.source, Integers)
-    size = int(np.prod(row.shape, dtype=np.int64))
-    return torch.tensor(row.source.numbers[number * size : (number + 1) * size]).view(row.shape)
+    values, integers = task.values, torch.tensor(task.integers, dtype=torch.int64)
+    for row, cut in task.pieces:
+        size = math.prod(cut.shape)
+        for _ in row.names:
+            if isinstance(row.source, Values):
+                part, values = values[:size], values[size:]
+                yield part.view(cut.shape)
+            elif isinstance(row.source, Integers):
+                part, integers = integers[:size], integers[size:]
+                yield part.view(cut.shape)
 
 
 def _put_(changes: Changes, places: Any, value: Tensor) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from spalier.adapters.layers import Geometry, described, geometries, is_uninitia
 from spalier.adapters.tensors import first_names, tensors_of
 from spalier.errors import SpalierError, TaskFileError
 from spalier.tasks import fingerprint
+from spalier.tasks.table import Table
+from spalier.tasks.text import shown
 
 _PLAIN = (
     NoneType,
@@ -97,6 +100,8 @@ class Base:
         self._described = described(net)
         self._architectures: dict[tuple[str, ...], str] = {}
         self._weights: dict[str, Weight] = {}
+        self.fitting: WeakSet[Table] = WeakSet()
+        """The tables that were found to fit."""
         self._values: dict[frozenset[str], tuple[list[Any], str]] = {}
         self._others = [module for module in self.modules.values() if _copies_itself(module)]
         own = set(self._others)
@@ -119,17 +124,21 @@ class Base:
         return self._values[own][1]
 
     def weight(self, name: str) -> Weight:
-        """A weight that adapters update; an error where none could. `values_without` has to look first."""
+        """A weight that adapters update. `values_without` has to look first."""
         if name not in self._weights:
-            module, key = self.owner(name)
-            try:
-                found = geometries(module).get(key)
-            except SpalierError as error:
-                raise TaskFileError("base", f"{name!a} cannot be adapted: {error}") from None
-            if found is None:
-                raise TaskFileError("base", f"{name!a} of a {type(module).__name__} cannot be adapted")
-            self._weights[name] = _weight(self.tensors[name], found)
+            self._weights[name] = _weight(self.tensors[name], self.geometry(name))
         return self._weights[name]
+
+    def geometry(self, name: str) -> Geometry:
+        """How a weight maps channels; an error where no adapter could update it."""
+        module, key = self.owner(name)
+        try:
+            found = geometries(module).get(key)
+        except SpalierError as error:
+            raise TaskFileError("base", f"{shown(name)} cannot be adapted: {error}") from None
+        if found is None:
+            raise TaskFileError("base", f"{shown(name)} of a {type(module).__name__} cannot be adapted")
+        return found
 
     def owner(self, name: str) -> tuple[nn.Module, str]:
         """The module that holds a tensor, and the tensor's key there."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,23 +12,30 @@ from torch import Tensor, nn
 from spalier.adapters.layers import Geometry
 from spalier.adapters.updates import add_, low_rank, pointwise
 from spalier.errors import TaskFileError
-from spalier.pruning.attributes import attention_with, resized_by_tensors
+from spalier.pruning.attributes import attention_with, resized_by_shape, resized_by_tensors
 from spalier.pruning.spread import NAME, Spread, spread_output
 from spalier.tasks.base import NUMPY, Base, Weight
 from spalier.tasks.fold import fold_
 from spalier.tasks.learned import Learned
 from spalier.tasks.storage import matrices
-from spalier.tasks.table import Frozen, Integers, Ints, LowRank, Pointwise, Row, Values
+from spalier.tasks.table import Cut, Integers, Ints, LowRank, Pointwise, Row, Table, Values
 from spalier.tasks.text import shown
 
 
-@torch.no_grad()
 def build(task: Learned, base: Base, *, fold: bool, share: bool) -> nn.Module:
     """The network that a task makes of its base."""
+    return build_and_weigh(task, base, fold=fold, share=share)[0]
+
+
+@torch.no_grad()
+def build_and_weigh(task: Learned, base: Base, *, fold: bool, share: bool) -> tuple[nn.Module, int]:
+    """The network, and how many bytes it takes beside the base."""
     check_base(task, base)
     with torch.inference_mode(False), np.errstate(all="ignore"):  # what is not finite is found afterwards
         maker = _Maker(task, base, share=share)
-        tensors = {name: tensor for row in task.table.rows for name, tensor in maker.tensors(row)}
+        tensors: dict[str, Tensor] = {}
+        for row, cut in task.pieces:
+            maker.make_(row, cut, tensors)
         for name, tensor in base.tensors.items():
             if name not in tensors:
                 tensors[name] = tensor if share else maker.copied(name)
@@ -42,13 +48,16 @@ def build(task: Learned, base: Base, *, fold: bool, share: bool) -> nn.Module:
             module.register_forward_hook(spread_output)
         if fold:
             fold_(net, modules, task.table.folds)
-    return net
+    taken = [tensor.nbytes for name, tensor in tensors.items() if tensor is not base.tensors[name]]
+    return net, sum(taken) + sum(8 * int(task.masks[w.stream].sum()) for w in task.table.writers)
 
 
 def check_base(task: Learned, base: Base) -> None:
     """Refuse a base that the task was not learned on; nothing has been changed yet."""
     table = task.table
-    _check_shapes(task, base)
+    if table not in base.fitting:
+        _check_fits(table, base)
+        base.fitting.add(table)
     if base.architecture(table.heads) != task.description.base.architecture:
         raise TaskFileError(
             "base",
@@ -63,26 +72,39 @@ def check_base(task: Learned, base: Base) -> None:
 _ADVICE = "load the network and the weights that attach_ was called on"
 
 
-def _check_shapes(task: Learned, base: Base) -> None:
-    for row in task.table.rows:
+def _check_fits(table: Table, base: Base) -> None:
+    """Whether the base has all that the table names, in the same shapes."""
+    for row in table.rows:
         for name in row.names:
             tensor = base.tensors.get(name)
             if tensor is None:
                 raise TaskFileError("base", f"the base has no tensor {shown(name)}; {_ADVICE}")
-            if tensor.shape != row.shape and not (
-                name in task.table.own and row.path in task.table.heads and tensor.dim() == len(row.shape)
-            ):
+            has_own = name in table.own and row.path in table.heads and tensor.dim() == len(row.shape)
+            if tensor.shape != row.shape and not has_own:
                 raise TaskFileError(
                     "base",
                     f"{shown(name)} has shape {tuple(tensor.shape)} in the base, expected {row.shape}; {_ADVICE}",
                 )
             if tensor.is_floating_point() == isinstance(row.source, Integers):
                 raise TaskFileError("base", f"{shown(name)} is {tensor.dtype} in the base; {_ADVICE}")
-    table = task.table
+            if isinstance(row.source, LowRank | Pointwise):
+                _check_geometry(name, row.source, base.geometry(name))
     folds = [path for pair in table.folds for path in pair]
     for path in (*(w.module for w in table.writers), *table.attributes, *table.heads, *folds):
         if path not in base.modules:
             raise TaskFileError("base", f"the base has no module {shown(path)}; {_ADVICE}")
+
+
+def _check_geometry(name: str, source: LowRank | Pointwise, geometry: Geometry) -> None:
+    found = source.groups, source.inputs_first, source.taps if isinstance(source, LowRank) else 1
+    taps = math.prod(geometry.kernel)
+    if found not in (
+        (geometry.groups, geometry.inputs_first, 1),
+        (geometry.groups, geometry.inputs_first, taps),
+    ):
+        raise TaskFileError(
+            "sizes", f"the adapter of {shown(name)} is for another kind of layer than the base has; {_ADVICE}"
+        )
 
 
 class _Maker:
@@ -99,55 +121,56 @@ class _Maker:
         self._start = 0
         self._arena = _Arena(task, base, share=share)
         sizes = [
-            math.prod(task.cuts.of(row).shape) for row in task.table.rows if _is_own(row) for _ in row.keys
+            size
+            for row, cut in task.pieces
+            if isinstance(row.source, Values)
+            for size in [math.prod(cut.shape)] * len(row.keys)
         ]
         self._values = iter(task.values.to(self.device, copy=True).split(sizes))
+        self._integers = torch.tensor(task.integers, dtype=torch.int64, device=self.device)
+        self._counted = 0
         self._indices: dict[int, Tensor] = {}
 
-    def tensors(self, row: Row) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of one row, by name."""
-        if isinstance(row.source, Values):
-            shape = self.task.cuts.of(row).shape
-            for name in row.names:
-                yield name, self._value(name, shape)
-        elif isinstance(row.source, Integers):
-            size = math.prod(row.shape)
-            for number, name in enumerate(row.names):
-                yield name, self._integers(name, row, row.source.numbers[number * size : (number + 1) * size])
-        else:
-            for name in row.names:
-                whole = self.base.tensors[name]
-                made = self._cut(whole, row) if isinstance(row.source, Frozen) else self._adapted(name, row)
-                yield name, self._like(name, made)
-
-    def _like(self, name: str, values: Tensor) -> Tensor:
-        """Values as a parameter or a buffer, whichever the base has there."""
-        learns = self.base.flags[name]
-        return values if learns is None else nn.Parameter(values, requires_grad=learns)
+    def make_(self, row: Row, cut: Cut, made: dict[str, Tensor]) -> None:
+        """Make the tensors of one row."""
+        source = row.source
+        for name in row.names:
+            if isinstance(source, Values):
+                tensor = self._value(name, cut.shape)
+            elif isinstance(source, LowRank | Pointwise):
+                tensor = self._adapted(name, source, cut)
+            elif isinstance(source, Integers):
+                tensor = self._whole_numbers(name, cut.shape)
+            else:
+                tensor = self._cut(self.base.tensors[name], cut)
+            learns = self.base.flags[name]
+            made[name] = tensor if learns is None else nn.Parameter(tensor, requires_grad=learns)
 
     def _value(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Numbers of the task's own."""
-        whole, part = self.base.tensors[name], next(self._values)
+        dtype = self.base.tensors[name].dtype
+        part: Tensor = next(self._values)
         part = part if self._share else part.clone()
-        if part.dtype != whole.dtype:
-            part = part.to(whole.dtype)
+        if part.dtype != dtype:
+            part = part.to(dtype)
             _check_finite(name, part)
-        return self._like(name, part if len(shape) == 1 else part.view(shape))
+        return part if len(shape) == 1 else part.view(shape)
 
-    def _integers(self, name: str, row: Row, numbers: Sequence[int]) -> Tensor:
-        whole = self.base.tensors[name]
-        try:
-            made = torch.tensor(numbers, dtype=whole.dtype, device=whole.device).view(row.shape)
-        except (RuntimeError, OverflowError):
-            raise TaskFileError(
-                "base", f"{shown(name)} is {whole.dtype}, too small for its numbers"
-            ) from None
-        return self._like(name, self._cut(made, row))
+    def _whole_numbers(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        dtype, size = self.base.tensors[name].dtype, math.prod(shape)
+        part: Tensor = self._integers[self._counted : self._counted + size].view(shape)
+        self._counted += size
+        if dtype == torch.int64:
+            return part if self._share else part.clone()
+        made: Tensor = part.to(dtype)
+        if not torch.equal(made.to(torch.int64), part):
+            raise TaskFileError("base", f"{shown(name)} is {dtype}, too small for its numbers")
+        return made
 
-    def _cut(self, tensor: Tensor, row: Row) -> Tensor:
+    def _cut(self, tensor: Tensor, cut: Cut) -> Tensor:
         """What is left of a tensor, in memory of its own."""
         out = tensor.detach()
-        for axis, index in enumerate(self.task.cuts.of(row).indices):
+        for axis, index in enumerate(cut.indices):
             if index is not None:
                 out = out.index_select(axis, self._on_device(index))
         return out.clone() if out.data_ptr() == tensor.data_ptr() else out
@@ -159,72 +182,63 @@ class _Maker:
 
     def copied(self, name: str) -> Tensor:
         """A tensor of the base as it is, in memory of its own."""
-        return self._like(name, self.base.tensors[name].detach().clone())
+        copy, learns = self.base.tensors[name].detach().clone(), self.base.flags[name]
+        return copy if learns is None else nn.Parameter(copy, requires_grad=learns)
 
     # weights with adapters
 
-    def _adapted(self, name: str, row: Row) -> Tensor:
+    def _adapted(self, name: str, source: LowRank | Pointwise, cut: Cut) -> Tensor:
         """A cut weight with its adapter added."""
-        source, weight = row.source, self.base.weight(name)
-        assert isinstance(source, LowRank | Pointwise)
-        begin = self._start
-        self._start += sum(rows * length for rows, length in source.rows)
-        if weight.array is not None and _is_plain(source):
-            fused = self._quick(name, row, weight, self._array[begin : self._start])
+        weight, begin = self.base.weight(name), self._start
+        self._start += sum([rows * length for rows, length in cut.matrices])
+        if weight.array is not None and isinstance(source, LowRank) and _is_plain(source):
+            fused = self._quick(weight, cut, self._array[begin : self._start])
         else:
-            fused = self._any(name, row, weight.geometry, self._adapters[begin : self._start])
+            fused = self._any(name, source, weight.geometry, cut, self._adapters[begin : self._start])
         # the largest number that can come out tells nearly always that none overflows, without looking at them
         bound = self._peak if isinstance(source, Pointwise) else source.rank * self._peak * self._peak
         if not weight.largest + bound < weight.limit:
             _check_finite(name, fused)
         return fused
 
-    def _quick(self, name: str, row: Row, weight: Weight, factors: Any) -> Tensor:
+    def _quick(self, weight: Weight, cut: Cut, factors: Any) -> Tensor:
         """What most layers are, in numpy, whose calls cost a third of PyTorch's."""
-        source, cut = row.source, self.task.cuts.of(row)
-        assert isinstance(source, LowRank)
-        _check_sizes(name, (source.outputs, source.inputs), cut.shape[:2])
         (outputs, inputs), array = cut.indices[:2], weight.array
         shape = cut.shape if weight.axis == 1 else (cut.shape[0], *cut.shape[2:], cut.shape[1])
         small = self._arena.piece(array.dtype, shape)
         if outputs is not None and inputs is not None:
             rows = self._arena.scratch(array.dtype, (len(outputs), *array.shape[1:]))
-            array = array.take(outputs, 0, rows, "clip")
-            array.take(inputs, weight.axis, small, "clip")
+            array.take(outputs, 0, rows, "clip").take(inputs, weight.axis, small, "clip")
         elif outputs is not None:
             array.take(outputs, 0, small, "clip")
         elif inputs is not None:
             array.take(inputs, weight.axis, small, "clip")
         else:
             np.copyto(small, array)
+        (rank, length), _ = cut.matrices
         factors = factors.astype(small.dtype, copy=False)
-        middle = source.rank * source.inputs
-        down, up = factors[:middle].reshape(source.rank, -1), factors[middle:].reshape(source.rank, -1)
+        middle = rank * length
+        down, up = factors[:middle].reshape(rank, length), factors[middle:].reshape(rank, -1)
         small[weight.centre] += up.T @ down
         made = torch.from_numpy(small)
         return made if weight.axis == 1 else made.permute(0, 3, 1, 2)
 
-    def _any(self, name: str, row: Row, geometry: Geometry, factors: Tensor) -> Tensor:
+    def _any(
+        self, name: str, source: LowRank | Pointwise, geometry: Geometry, cut: Cut, factors: Tensor
+    ) -> Tensor:
         """Any layer with any adapter, on any device."""
-        source, weight = row.source, self._cut(self.base.tensors[name], row)
-        assert isinstance(source, LowRank | Pointwise)
+        weight = self._cut(self.base.tensors[name], cut)
         wide = weight if weight.dtype.itemsize >= 4 else weight.float()
-        parts = list(matrices(factors.to(wide.dtype), source.rows))
-        pairs = zip(row.shape[:2], self.task.cuts.of(row).indices[:2], strict=True)
+        parts = list(matrices(factors.to(wide.dtype), cut.matrices))
+        pairs = zip(geometry.shape[:2], cut.indices[:2], strict=True)
         left, outputs, inputs = geometry.cut(
             *(np.arange(n) if index is None else index for n, index in pairs)
         )
         if isinstance(source, Pointwise):
-            _check_sizes(name, (source.outputs, source.inputs), (left.outputs, left.inputs // left.groups))
             return add_(wide, pointwise(parts[0], left), left).to(weight.dtype)
-        kernel = geometry.kernel if source.taps > 1 else ()
         whole = geometry if source.whole else left
-        _check_sizes(
-            name,
-            (source.inputs, source.taps, source.outputs),
-            (whole.inputs, math.prod(kernel), whole.outputs),
-        )
-        down, up = parts[0].view(source.rank, source.inputs, *kernel), parts[1]
+        down = parts[0].view(source.rank, whole.inputs, *(geometry.kernel if source.taps > 1 else ()))
+        up = parts[1]
         if source.whole:
             down = down[:, torch.from_numpy(inputs).to(self.device)]
             up = up[:, torch.from_numpy(outputs).to(self.device)]
@@ -242,9 +256,9 @@ class _Arena:
         self._share = share
         sizes: dict[Any, int] = {}
         rows: dict[Any, int] = {}
-        for row in task.table.rows:
+        for row, cut in task.pieces:
             if isinstance(row.source, LowRank) and _is_plain(row.source):
-                array, cut = base.weight(row.names[0]).array, task.cuts.of(row)
+                array = base.weight(row.names[0]).array
                 if array is not None:
                     sizes[array.dtype] = sizes.get(array.dtype, 0) + _aligned(math.prod(cut.shape))
                     if cut.indices[0] is not None and cut.indices[1] is not None:
@@ -271,17 +285,8 @@ def _aligned(size: int) -> int:
     return -(-size // 16) * 16
 
 
-def _is_plain(source: LowRank | Pointwise) -> bool:
-    return isinstance(source, LowRank) and not source.whole and source.taps == 1
-
-
-def _is_own(row: Row) -> bool:
-    return isinstance(row.source, Values)
-
-
-def _check_sizes(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if found != expected:
-        raise TaskFileError("sizes", f"the adapter of {shown(name)} has sizes {found}, expected {expected}")
+def _is_plain(source: LowRank) -> bool:
+    return not source.whole and source.taps == 1
 
 
 def _check_finite(name: str, tensor: Tensor) -> None:
@@ -303,12 +308,14 @@ def sizes_left(task: Learned, modules: dict[str, nn.Module]) -> dict[str, dict[s
     """The attributes that modules need, by path, once their tensors are cut."""
     kept: dict[str, dict[str, Any]] = {}
     found: dict[str, dict[str, Any]] = {}
-    for row in task.table.rows:
-        cut = task.cuts.of(row)
+    for row, cut in task.pieces:
         if not cut.is_whole or row.path in task.table.heads:
             kept.setdefault(row.path, {}).update(dict.fromkeys(row.keys, cut.indices))
+            if "weight" in row.keys and (quick := resized_by_shape(modules[row.path], cut.shape)):
+                found[row.path] = quick
     for path, own in kept.items():
-        found[path] = resized_by_tensors(modules[path], own) or {}
+        if path not in found:
+            found[path] = resized_by_tensors(modules[path], own) or {}
     for path, values in task.table.attributes.items():
         module = modules[path]
         for key, value in values.items():

@@ -38,6 +38,7 @@ class Described:
     masks: list[Mask]
     adapters: Tensor
     values: Tensor
+    integers: tuple[int, ...]
     base: Fingerprint
     density: Density
     learned: int
@@ -64,6 +65,7 @@ class _Describer:
     structure: Structure | None
     adapters: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
+    integers: list[int] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
 
     def described(self) -> Described:
@@ -104,6 +106,7 @@ class _Describer:
             [*self.kept.streams, *own],
             _flat(self.adapters),
             _flat(self.values),
+            tuple(self.integers),
             Fingerprint(architecture, fingerprint.values(taken)),
             self._density(),
             learned,
@@ -122,14 +125,15 @@ class _Describer:
         axes = self._axes(name)
         source: Source = table.Frozen()
         if update is not None:
-            source = _adapted(name, update)
+            source = self._adapted(name, update)
             self.adapters += [p.detach().flatten() for p in update.parameters()]
         elif self._is_own(name, tensor):
             if tensor.is_floating_point():
                 source = Values()
                 self.values.append(tensor.detach().flatten())
             else:
-                source = self._integers(name, tensor)
+                source = Integers()
+                self.integers += self._numbers(name, tensor)
         elif not any(axes):
             return
         whole = tuple(tensor.shape) if self.structure is None else self.structure.shapes[name]
@@ -150,13 +154,33 @@ class _Describer:
             base = cut(base, tuple(None if m.all() else np.flatnonzero(m) for m in masks))
         return not torch.equal(tensor, base.to(tensor.device))
 
-    def _integers(self, name: str, tensor: Tensor) -> Integers:
-        if tensor.shape != self.bases[name].shape or tensor.numel() > 4096 or tensor.is_complex():
+    def _numbers(self, name: str, tensor: Tensor) -> list[int]:
+        if (
+            tensor.shape != self.bases[name].shape
+            or tensor.numel() > 4096
+            or tensor.is_complex()
+            or any(self._axes(name))
+        ):
             raise AttachmentError(
                 f"{name} ({tensor.dtype}) has changed since attach_, and a task file cannot hold it; expected few "
                 "whole numbers: keep such state outside of the network"
             )
-        return Integers(tuple(int(n) for n in tensor.flatten().tolist()))
+        return [int(n) for n in tensor.flatten().tolist()]
+
+    def _adapted(self, name: str, update: Update) -> Source:
+        owner = self.owners[name][0]
+        noted = (self.net.__dict__.get(MARK) or {}).get("attributes", {}).get(name.rpartition(".")[0], {})
+        groups = noted.get("groups", getattr(owner.module, "groups", 1))  # as the base has them
+        inputs_first = update.geometry.inputs_first
+        if type(update) is LowRank:
+            taps = math.prod(update.down.shape[2:])
+            return table.LowRank(update.rank, taps, groups, inputs_first, update.stays_whole)
+        if type(update) is Pointwise:
+            return table.Pointwise(groups, inputs_first)
+        raise AttachmentError(
+            f"the adapter of {name} is a {type(update).__name__}, which the task format does not know; fuse the "
+            "network and save that instead"
+        )
 
     def _axes(self, name: str) -> tuple[tuple[Placement, ...], ...]:
         if self.structure is None:
@@ -230,18 +254,6 @@ def _base_tensors(attachment: Attachment, owners: Mapping[str, list[Owner]]) -> 
     return found
 
 
-def _adapted(name: str, update: Update) -> Source:
-    if type(update) is LowRank:
-        taps = math.prod(update.down.shape[2:])
-        return table.LowRank(update.rank, update.down.shape[1], taps, update.up.shape[1], update.stays_whole)
-    if type(update) is Pointwise:
-        return table.Pointwise(*update.residual.shape)
-    raise AttachmentError(
-        f"the adapter of {name} is a {type(update).__name__}, which the task format does not know; fuse the network "
-        "and save that instead"
-    )
-
-
 def _grouped(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Tensors of a module that follow each other and are alike share a row."""
     found: list[Row] = []
@@ -252,10 +264,7 @@ def _grouped(rows: Sequence[Row]) -> tuple[Row, ...]:
             and isinstance(row.source, Values | table.Frozen | Integers)
             and _alike(last, row)
         ):
-            source = row.source
-            if isinstance(source, Integers) and isinstance(last.source, Integers):
-                source = Integers(last.source.numbers + source.numbers)
-            found[-1] = dataclasses.replace(last, keys=last.keys + row.keys, source=source)
+            found[-1] = dataclasses.replace(last, keys=last.keys + row.keys)
         else:
             found.append(row)
     return tuple(found)

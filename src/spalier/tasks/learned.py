@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Self
 
 import torch
@@ -14,7 +15,7 @@ from spalier.errors import TaskFileError
 from spalier.tasks import container
 from spalier.tasks.description import Description
 from spalier.tasks.storage import Storage, check_storage, quantised, restored, stored
-from spalier.tasks.table import Cuts, Mask, Table, Values
+from spalier.tasks.table import Cut, Mask, Matrices, Row, Table, Values
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +31,8 @@ class Learned:
     """With 8-bit storage, the scale of each row of each adapter."""
     values: Tensor
     """Norms with their statistics, biases, the head: all that is the task's own."""
+    integers: tuple[int, ...] = ()
+    """Whole numbers of the task's own: how many batches a norm has seen."""
 
     def stored_as(self, storage: Storage) -> Self:
         """The task as it is after it has been stored so: ``"fp16"``, ``"bf16"``, ``"int8"`` lose precision.
@@ -57,7 +60,10 @@ class Learned:
         }
         if task.scales.numel():
             tensors["scales"] = task.scales
-        return container.pack({**task.description.to_dict(), "table": length}, tensors)
+        fields = {**task.description.to_dict(), "table": length}
+        if task.integers:
+            fields["integers"] = [[number, len(list(run))] for number, run in groupby(task.integers)]
+        return container.pack(fields, tensors)
 
     def adapter_values(self) -> Tensor:
         """The numbers of all adapters."""
@@ -68,23 +74,22 @@ class Learned:
         return self.adapters.dtype == torch.int8
 
     @cached_property
-    def cuts(self) -> Cuts:
-        """What the masks leave of each tensor."""
-        return Cuts(self.masks)
+    def pieces(self) -> list[tuple[Row, Cut]]:
+        """The rows of the table, with what the masks leave of each."""
+        return self.table.cut(self.masks)
 
     @cached_property
-    def adapter_rows(self) -> list[tuple[int, int]]:
+    def adapter_rows(self) -> Matrices:
         """The matrices of all adapters: how many rows each has, and how long these are."""
-        return [shape for row in self.table.rows for shape in row.adapter]
+        return tuple([shape for _, cut in self.pieces for shape in cut.matrices])
 
     def check(self) -> None:
         """Refuse numbers that the table has no place for, or that are none."""
         count = sum(rows * length for rows, length in self.adapter_rows)
         scales = sum(rows for rows, _ in self.adapter_rows) if self._is_coded else 0
-        own = 0
-        for row in self.table.rows:
-            if isinstance(row.source, Values):
-                own += len(row.keys) * math.prod(self.cuts.of(row).shape)
+        own = sum(
+            len(row.keys) * math.prod(cut.shape) for row, cut in self.pieces if isinstance(row.source, Values)
+        )
         for what, tensor, expected in (
             ("adapters", self.adapters, count),
             ("scales", self.scales, scales),

@@ -13,7 +13,7 @@ from torch import nn
 
 from spalier.errors import ConfigError, TaskFileError
 from spalier.tasks.base import Base
-from spalier.tasks.build import build
+from spalier.tasks.build import build_and_weigh
 from spalier.tasks.store import Store
 
 Stamp = tuple[int, int, int]
@@ -58,7 +58,6 @@ class Switcher:
         self.store = store if isinstance(store, Store) else Store(store)
         self.limit, self._fold = limit, fold
         self._base = Base(base)
-        self._shared = {id(tensor) for tensor in self._base.tensors.values()}
         self._ready: OrderedDict[str, Ready] = OrderedDict()
         self._building: dict[str, Future[Ready]] = {}
         self._current: Ready | None = None
@@ -122,8 +121,8 @@ class Switcher:
 
     def _build(self, name: str, stamp: Stamp, promise: Future[Ready]) -> Ready:
         try:
-            net = build(self.store.load(name), self._base, fold=self._fold, share=True)
-            made = Ready(name, net, self._bytes_of(net), stamp)
+            net, size = build_and_weigh(self.store.load(name), self._base, fold=self._fold, share=True)
+            made = Ready(name, net, size, stamp)
         except BaseException as error:
             with self._lock:
                 del self._building[name]
@@ -158,7 +157,3 @@ class Switcher:
             if entry is not self._current and name != next(reversed(self._ready)):
                 total -= entry.bytes
                 del self._ready[name]
-
-    def _bytes_of(self, net: nn.Module) -> int:
-        tensors = {id(t): t for t in (*net.parameters(), *net.buffers())}
-        return sum(t.numel() * t.element_size() for mark, t in tensors.items() if mark not in self._shared)

@@ -10,7 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,11 @@ from spalier.tasks.text import check_text, dump, parse
 
 Mask = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
+Matrices = tuple[tuple[int, int], ...]
+"""Matrices that lie behind one another: how many rows each has, and how long these are."""
 
 MAX_TABLE = 1 << 22
+MAX_REMEMBERED = 1 << 18
 MAX_SIZE = 1 << 40
 MAX_INDICES = 1 << 22
 """How many indices all patterns of a table may be for, so that a short one cannot take much memory."""
@@ -41,34 +44,35 @@ class Placement:
         return mask if self.units is None else (self.units < 0) | mask[self.units]
 
 
-@dataclass
+@dataclass(frozen=True)
 class LowRank:
     """A frozen weight plus ``up^T down``: down has (rank, inputs, taps) numbers, then up (rank, outputs)."""
 
     rank: int
-    inputs: int
     taps: int
-    outputs: int
+    groups: int
+    """Of the layer in the base."""
+    inputs_first: bool
+    """Whether the weight's first axis is the input's."""
     whole: bool = False
     """True where the factors are for all channels of the base (plain LoRA)."""
 
-    @property
-    def rows(self) -> tuple[tuple[int, int], ...]:
-        """The factors as (rows, numbers in each); a row is what shares a scale."""
-        return (self.rank, self.inputs * self.taps), (self.rank, self.outputs)
+    def matrices(self, inputs: int, outputs: int, groups: int) -> Matrices:
+        """The factors, for so many channels that are left; a row is what shares a scale."""
+        return (self.rank, inputs * self.taps), (self.rank, outputs)
 
 
 @dataclass(frozen=True)
 class Pointwise:
-    """A frozen weight plus a matrix, at the centre tap of a kernel."""
+    """A frozen weight plus a matrix of (outputs, inputs / groups), at the centre tap of a kernel."""
 
-    outputs: int
-    inputs: int
+    groups: int
+    inputs_first: bool
+    whole = False
 
-    @property
-    def rows(self) -> tuple[tuple[int, int], ...]:
-        """The matrix as (rows, numbers in each)."""
-        return ((self.outputs, self.inputs),)
+    def matrices(self, inputs: int, outputs: int, groups: int) -> Matrices:
+        """The matrix, for so many channels that are left."""
+        return ((outputs, inputs // groups),)
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Integers:
-    """Whole numbers or truth values of the task's own, written here."""
-
-    numbers: tuple[int, ...]
+    """Whole numbers or truth values of the task's own, in the description."""
 
 
 Source = Frozen | Values | Integers | LowRank | Pointwise
@@ -102,15 +104,11 @@ class Row:
     axes: tuple[tuple[Placement, ...], ...]
     source: Source
 
-    @property
-    def adapter(self) -> tuple[tuple[int, int], ...]:
-        """The matrices of the row's adapter: how many rows each has, and how long these are; none without one."""
-        return self.source.rows if isinstance(self.source, LowRank | Pointwise) else ()
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
+    def __post_init__(self) -> None:
+        self.names = tuple(f"{self.path}.{key}" if self.path else key for key in self.keys)
         """The full names of the tensors."""
-        return tuple(f"{self.path}.{key}" if self.path else key for key in self.keys)
+        self.whole: Cut | None = None
+        """What is left where no mask lies on the row, once it is known."""
 
 
 @dataclass(eq=False)
@@ -121,39 +119,50 @@ class Cut:
     """Along each axis; None where all of it is left."""
     shape: tuple[int, ...]
     is_whole: bool
+    matrices: Matrices
+    """Of the row's adapter; none without one."""
 
 
-class Cuts:
+class _Cutter:
     """What masks leave of the tensors of a table; equal axes are looked at once."""
 
     def __init__(self, masks: Sequence[Mask]) -> None:
         self.masks = masks
-        self._rows: dict[int, Cut] = {}
         self._axes: dict[tuple[int, ...], Ints | None] = {}
 
-    def of(self, row: Row) -> Cut:
+    def cut(self, row: Row) -> Cut:
         """What is left of a row's tensors."""
-        found = self._rows.get(id(row))  # rows live as long as their table
-        if found is None:
-            pairs = list(zip(row.shape, row.axes, strict=True))
-            indices = tuple(self._axis(size, placed) for size, placed in pairs)
-            shape = tuple(
-                size if index is None else len(index) for (size, _), index in zip(pairs, indices, strict=True)
-            )
-            found = self._rows[id(row)] = Cut(indices, shape, shape == row.shape)
-        return found
+        if row.whole is not None:
+            return row.whole
+        indices = tuple([self._axis(placed, size) for placed, size in zip(row.axes, row.shape, strict=True)])
+        shape = tuple([n if i is None else len(i) for n, i in zip(row.shape, indices, strict=True)])
+        source = row.source
+        matrices: Matrices = ()
+        if isinstance(source, LowRank | Pointwise):
+            first = None if source.whole else indices[0]
+            groups = source.groups
+            if groups > 1 and first is not None:  # groups that have nothing left are gone
+                groups = len(np.unique(first // (row.shape[0] // groups)))
+            sides = row.shape if source.whole else shape
+            outer, inner = sides[0], sides[1] * groups
+            inputs, outputs = (outer, inner) if source.inputs_first else (inner, outer)
+            matrices = source.matrices(inputs, outputs, groups)
+        cut = Cut(indices, shape, shape == row.shape, matrices)
+        if not any(row.axes):
+            row.whole = cut
+        return cut
 
-    def _axis(self, size: int, placed: Sequence[Placement]) -> Ints | None:
+    def _axis(self, placed: Sequence[Placement], size: int) -> Ints | None:
         if not placed:
             return None
         if any(p.units is not None for p in placed):
-            return self._left(size, placed)
-        key = tuple(p.mask for p in placed)
+            return self._left(placed, size)
+        key = tuple([p.mask for p in placed])
         if key not in self._axes:
-            self._axes[key] = self._left(size, placed)
+            self._axes[key] = self._left(placed, size)
         return self._axes[key]
 
-    def _left(self, size: int, placed: Sequence[Placement]) -> Ints | None:
+    def _left(self, placed: Sequence[Placement], size: int) -> Ints | None:
         kept = placed[0].kept(self.masks)
         for placement in placed[1:]:
             kept = kept & placement.kept(self.masks)
@@ -171,7 +180,7 @@ class Writer:
     axis: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Table:
     """Everything that says what the numbers of a task file are."""
 
@@ -198,6 +207,18 @@ class Table:
         return frozenset(
             name for row in self.rows if isinstance(row.source, Values | Integers) for name in row.names
         )
+
+    @cached_property
+    def integers(self) -> int:
+        """How many whole numbers the task has of its own."""
+        return sum(
+            len(row.keys) * math.prod(row.shape) for row in self.rows if isinstance(row.source, Integers)
+        )
+
+    def cut(self, masks: Sequence[Mask]) -> list[tuple[Row, Cut]]:
+        """The rows, with what these masks leave of each."""
+        cutter = _Cutter(masks)
+        return [(row, cutter.cut(row)) for row in self.rows]
 
     @property
     def mask_bytes(self) -> int:
@@ -253,18 +274,28 @@ class Table:
 
     @staticmethod
     def from_bytes(raw: bytes, length: object) -> Table:
-        """The table that was written; anything else is an error."""
+        """The table that was written; anything else is an error.
+
+        Tasks that were learned alike on one base have the same table, byte for byte; it is parsed once.
+        """
         if type(length) is not int or not 0 < length <= MAX_TABLE:
-            raise TaskFileError("table", f"the layer table is said to have {str(length)[:30]!a} bytes")
-        inflate = zlib.decompressobj()
-        try:
-            text = inflate.decompress(raw, length)
-        except zlib.error:
-            raise TaskFileError("table", "the layer table is not deflated data") from None
-        if len(text) != length or not inflate.eof or inflate.unused_data or inflate.unconsumed_tail:
-            raise TaskFileError("table", f"the layer table does not inflate to {length:,} bytes")
-        plain = text.isascii() and b"\\" not in text and text.decode("ascii").isprintable()
-        return _Parser(parse("table", "the layer table", text), is_safe=plain).table()
+            raise _wrong(f"the layer table is said to have {str(length)[:30]!a} bytes")
+        return _remembered(raw, length) if length <= MAX_REMEMBERED else _parsed(raw, length)
+
+
+def _parsed(raw: bytes, length: int) -> Table:
+    inflate = zlib.decompressobj()
+    try:
+        text = inflate.decompress(raw, length)
+    except zlib.error:
+        raise _wrong("the layer table is not deflated data") from None
+    if len(text) != length or not inflate.eof or inflate.unused_data or inflate.unconsumed_tail:
+        raise _wrong(f"the layer table does not inflate to {length:,} bytes")
+    plain = text.isascii() and b"\\" not in text and text.decode("ascii").isprintable()
+    return _Parser(parse("table", "the layer table", text), is_safe=plain).table()
+
+
+_remembered = lru_cache(maxsize=32)(_parsed)
 
 
 def _coded_row(row: Row) -> list[Any]:
@@ -275,12 +306,12 @@ def _coded_row(row: Row) -> list[Any]:
             source = ["base"]
         case Values():
             source = ["values"]
-        case Integers(numbers):
-            source = ["integers", *numbers]
-        case LowRank(rank, inputs, taps, outputs, whole):
-            source = ["low-rank-whole" if whole else "low-rank", rank, inputs, taps, outputs]
-        case Pointwise(outputs, inputs):
-            source = ["pointwise", outputs, inputs]
+        case Integers():
+            source = ["integers"]
+        case LowRank(rank, taps, groups, inputs_first, whole):
+            source = ["low-rank-whole" if whole else "low-rank", rank, taps, groups, int(inputs_first)]
+        case Pointwise(groups, inputs_first):
+            source = ["pointwise", groups, int(inputs_first)]
     return [row.path, list(row.keys), list(row.shape), axes, source]
 
 
@@ -356,7 +387,9 @@ class _Parser:
             tuple([self._placement(p, n) for p in self._list(several)])
             for several, n in zip(axes, sizes, strict=True)
         )
-        return Row(where, names, sizes, on, self._source(self._list(source), sizes, len(names)))
+        row = Row(where, names, sizes, on, _FROZEN)
+        row.source = self._source(self._list(source), row)
+        return row
 
     def _count(self, several: list[Any], size: int) -> None:
         """Bound the memory that `Cuts` will need: masks that lie together on an axis are looked at once."""
@@ -393,20 +426,20 @@ class _Parser:
             raise TaskFileError("mask", f"a mask of {self.sizes[mask]} units does not fit an axis of {size}")
         return Placement(mask, units)
 
-    def _source(self, data: list[Any], shape: tuple[int, ...], several: int) -> Source:
+    def _source(self, data: list[Any], row: Row) -> Source:
         kind, numbers = (data[0], data[1:]) if data else (None, [])
-        if kind in ("base", "values") and not numbers:
-            return Frozen() if kind == "base" else Values()
-        if kind == "integers":
-            if len(numbers) != several * math.prod(shape):
-                raise _wrong(f"{len(numbers)} whole numbers are given for {several} tensors of shape {shape}")
-            return Integers(tuple(self._number(n, -(2**63), 2**63 - 1) for n in numbers))
-        if several == 1 and len(shape) >= 2:
-            sizes = [self._size(n, 1) for n in numbers]
-            if kind in ("low-rank", "low-rank-whole") and len(sizes) == 4:
-                return LowRank(sizes[0], sizes[1], sizes[2], sizes[3], kind == "low-rank-whole")
-            if kind == "pointwise" and len(sizes) == 2:
-                return Pointwise(sizes[0], sizes[1])
+        if not numbers and kind in ("base", "values"):
+            return _FROZEN if kind == "base" else _VALUES
+        if not numbers and kind == "integers" and not any(row.axes):
+            return _INTEGERS
+        if len(row.keys) == 1 and len(row.shape) >= 2 and len(numbers) in (2, 4):
+            sizes = [self._size(n, 1) for n in numbers[:-1]]
+            inputs_first = bool(self._number(numbers[-1], 0, 1))
+            if row.shape[0] % sizes[-1] == 0:
+                if kind in ("low-rank", "low-rank-whole") and len(sizes) == 3:
+                    return LowRank(sizes[0], sizes[1], sizes[2], inputs_first, kind == "low-rank-whole")
+                if kind == "pointwise" and len(sizes) == 1:
+                    return Pointwise(sizes[0], inputs_first)
         raise _wrong(f"numbers come from {str(data)[:60]!a}, which is not known")
 
     def _attributes(self) -> dict[str, dict[str, int | tuple[int, ...]]]:
@@ -455,6 +488,9 @@ class _Parser:
         if len(set(names)) < len(names):
             twice = Counter(names).most_common(1)[0][0]
             raise _wrong(f"the {what} {twice[:60]!a} occurs twice")
+
+
+_FROZEN, _VALUES, _INTEGERS = Frozen(), Values(), Integers()
 
 
 def _wrong(message: str) -> TaskFileError:

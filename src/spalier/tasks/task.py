@@ -81,7 +81,15 @@ class Task(Learned):
             licence=licence,
             provenance={**_versions(), **(provenance or {})},
         )
-        return Task(description, found.table, found.masks, found.adapters, torch.empty(0), found.values)
+        return Task(
+            description,
+            found.table,
+            found.masks,
+            found.adapters,
+            torch.empty(0),
+            found.values,
+            found.integers,
+        )
 
     @property
     def name(self) -> str:
@@ -147,7 +155,7 @@ class Task(Learned):
 def _checked(contents: container.Contents) -> Task:
     """A task of what a file holds, where all of it fits together."""
     fields, tensors = dict(contents.description), contents.tensors
-    length = fields.pop("table", None)
+    length, runs = fields.pop("table", None), fields.pop("integers", [])
     description = Description.from_dict(fields)
     lacking = {"table", "masks", "adapters", "values"} - set(tensors)
     if lacking:
@@ -155,9 +163,24 @@ def _checked(contents: container.Contents) -> Task:
     table = Table.from_bytes(tensors["table"].numpy().tobytes(), length)
     masks = table.unpack(tensors["masks"].numpy())
     scales = tensors.get("scales", torch.empty(0))
-    task = Task(description, table, masks, tensors["adapters"], scales, tensors["values"])
+    integers = _expanded(runs, table.integers)
+    task = Task(description, table, masks, tensors["adapters"], scales, tensors["values"], integers)
     task.check()
     return task
+
+
+def _expanded(runs: object, count: int) -> tuple[int, ...]:
+    """Whole numbers from pairs of a number and how often it comes, as many as the table has places for."""
+    pairs: list[Any] = runs if isinstance(runs, list) else [None]
+    for pair in pairs:
+        fits = isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair)
+        if not fits or not -(2**63) <= pair[0] < 2**63 or not 0 < pair[1] <= count:
+            raise TaskFileError(
+                "metadata", "the description's integers are no pairs of a number and its times"
+            )
+    if sum(times for _, times in pairs) != count:
+        raise TaskFileError("sizes", f"the description's integers are not the {count} that the table has")
+    return tuple(number for number, times in pairs for _ in range(times))
 
 
 def _path(path: object) -> Path:
