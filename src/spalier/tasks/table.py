@@ -215,6 +215,11 @@ class Table:
             len(row.keys) * math.prod(row.shape) for row in self.rows if isinstance(row.source, Integers)
         )
 
+    @cached_property
+    def has_scalars_only(self) -> bool:
+        """Whether each of these whole numbers is a tensor of its own."""
+        return all(row.shape == () for row in self.rows if isinstance(row.source, Integers))
+
     def cut(self, masks: Sequence[Mask]) -> list[tuple[Row, Cut]]:
         """The rows, with what these masks leave of each."""
         cutter = _Cutter(masks)
