@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 import spalier as sp
 from spalier.structure.structure import Structure
+from spalier.tasks.report import Cost, Report
 
 torchvision_ops.declare()  # peft looks for torchvision as it is imported
 
@@ -166,6 +167,7 @@ def switch_row(
         "spalier : copy 64 MiB": round(statistics.median(copies), 2),
         "warm microseconds": round(microseconds, 1),
         "bytes": {s: len(task.to_bytes(storage=s)) for s in ("exact", "fp16", "bf16", "int8")},
+        "weights": task.info().density.weights,
     }
 
 
@@ -314,6 +316,9 @@ def markdown(results: dict[str, Any], part: str) -> str:
             ]
             for row in measured
         ]
+    elif part == "costs":
+        head = ["channels", "d", "file, bytes", "a", "pays on disk from", "fp16", "int8"]
+        rows = [_cost(row) for row in results["switching"]]
     else:
         shares = [f"{density:.0%}" for density in SPEEDS]
         head = ["backend", "batch", "base, ms"]
@@ -331,6 +336,20 @@ def markdown(results: dict[str, Any], part: str) -> str:
         ]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cost(row: dict[str, Any]) -> list[str]:
+    kept, total = row["weights"]
+    size, base = row["bytes"]["exact"], 4 * total
+    report = Report(base, (Cost("a", size, 4 * kept),))
+    return [
+        f"{row['channels']:.0%}",
+        f"{kept / total:.4f}",
+        f"{size:,}",
+        f"{size / base:.4f}",
+        f"{report.break_even} tasks",
+        *(f"{row['bytes'][storage]:,}" for storage in ("fp16", "int8")),
+    ]
 
 
 def _or_dash(value: float | None, form: str) -> str:
@@ -357,8 +376,8 @@ def main() -> None:
         kept = [row for row in results["inference"] if (row["backend"], row["batch"]) not in measured]
         results["inference"] = kept + fresh
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    for part in ("switching", "inference"):
-        if results[part]:
+    for part in ("switching", "costs", "inference"):
+        if results["switching" if part == "costs" else part]:
             print(f"\n{markdown(results, part)}")
 
 
