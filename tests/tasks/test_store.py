@@ -81,7 +81,7 @@ def test_verify_finds_what_is_wrong_and_goes_on(base, tmp_path):
     assert found["strange name"].error.code == "name"
     assert {e.error.code for e in store.verify(other) if e.name in ("good", "other")} == {"base-values"}
     assert "truncated" in str(store.verify())
-    assert found["good"].task.name == "a"
+    assert found["good"].info.name == "good"
 
 
 def test_a_store_is_a_folder(tmp_path):
@@ -104,6 +104,16 @@ def test_the_report_counts_adapters_too(base, tmp_path):
     assert report.resident(1) == report.base + report.costs[0].network
     assert store.report().costs == report.costs
     assert "bytes" in str(report)
+    store.path("c").write_bytes(b"rubbish")
+    assert store.report(base).left_out == ("'c' (truncated)",)
+    assert "'c' (truncated)" in str(store.report(base))
+    wide = copy.deepcopy(base)
+    wide[8] = nn.Linear(12, 1000)  # another head makes the base larger, and no task
+    assert store.report(wide).costs == store.report(base).costs
+    other = copy.deepcopy(base)
+    with torch.no_grad():
+        other[0].weight += 1
+    assert len(store.report(other).left_out) == 3
 
 
 @pytest.mark.parametrize(("density", "share"), [(0.3, 0.02), (0.1, 0.02), (0.05, 0.06), (1.0, 0.1)])

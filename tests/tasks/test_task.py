@@ -247,7 +247,8 @@ def test_shared_tensors_are_the_bases_own(base):
     net = copy.deepcopy(base)
     sp.attach_(net, sp.SPLoRA(rank=2), targets="3", head="8", norms=False)
     shared, own = (sp.Task.of(net, "a").build(base, share=share) for share in (True, False))
-    assert shared[0].weight is base[0].weight
+    assert shared[0].weight is not base[0].weight
+    assert shared[0].weight.data_ptr() == base[0].weight.data_ptr()
     assert own[0].weight is not base[0].weight
     assert places(own).isdisjoint(places(base))
     for net in (shared, own):  # in one piece of memory or not, all tensors have places of their own

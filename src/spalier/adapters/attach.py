@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from spalier.adapters.attachment import (
@@ -44,12 +45,31 @@ def attach_(
     norms: bool = True,
 ) -> Summary:
     """What `spalier.attach_` does, but for an example: plan everything, then change it at once."""
+    with torch.inference_mode(False):  # what learns has to be an ordinary tensor
+        return _attach_(net, adapter, targets, head, norms)
+
+
+def _attach_(
+    net: nn.Module,
+    adapter: Adapter | FineTune,
+    targets: Targets,
+    head: str | Sequence[str] | None,
+    norms: bool,
+) -> Summary:
     _check_arguments(net, adapter, targets, norms)
     names = Names(net)
     plan = _plan(names, adapter, targets, head, norms)
     updated = _build(names, plan, adapter)
     replaced = copies_of(list(names.of), set(plan.learned))
-    attachment = Attachment(net, adapter, _summarise(names, plan), updated, replaced, modules=described(net))
+    attachment = Attachment(
+        net,
+        adapter,
+        _summarise(names, plan),
+        updated,
+        replaced,
+        modules=described(net),
+        heads=tuple(names.of[m][0] for m, kind in plan.learned.items() if kind == "head"),
+    )
     attachment.apply_()
     _reach_readers_(names, attachment)
     return attachment.summary

@@ -68,6 +68,10 @@ class Attachment:
     """What pruning has changed since."""
     modules: tuple[Described, ...] = ()
     """What the network was before it was adapted and pruned."""
+    heads: tuple[str, ...] = ()
+    """The paths of the head, and of all modules inside of it."""
+    task: Any = None
+    """The task that was applied, until the network is pruned on."""
     structure: Any = None
     """What `trace` found of the network, where an example was given; later calls take it from here."""
 

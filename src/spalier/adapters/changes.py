@@ -48,7 +48,7 @@ class Changes:
             if isinstance(value, str) and value == _ABSENT:  # a copied log holds a copy of the word
                 where.pop(key, None)
             else:
-                where[key] = value
+                where[key] = moved(value, where.get(key))
         self.values.clear()
         self.entries.clear()
 
@@ -63,6 +63,16 @@ class Changes:
     def tensors(self) -> list[Tensor]:
         """The tensors that gave way to others."""
         return [value for *_, value in self.entries if isinstance(value, Tensor)]
+
+
+def moved(before: Any, now: Any) -> Any:
+    """What was there, or, where a network has been moved or cast since, that moved alike."""
+    if not isinstance(before, Tensor) or not isinstance(now, Tensor) or before.is_meta or now.is_meta:
+        return before
+    if (before.dtype, before.device) == (now.dtype, now.device) or not before.is_floating_point():
+        return before
+    other = before.detach().to(now.device, now.dtype)
+    return nn.Parameter(other, before.requires_grad) if isinstance(before, nn.Parameter) else other
 
 
 def _put(tensor: Tensor, values: Tensor, grad: Tensor | None) -> None:

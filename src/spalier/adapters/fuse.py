@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from spalier.adapters.attachment import MARK, Attachment, Updated, attachment_of
-from spalier.adapters.layers import is_finite
+from spalier.adapters.layers import is_finite, is_norm
 from spalier.errors import AttachmentError, NonFiniteError
 
 
@@ -47,9 +47,21 @@ def fuse(net: nn.Module) -> nn.Module:
     memo |= {id(tensor): tensor for tensor in attachment.pruned.tensors()}
     plain = copy.deepcopy(net, memo)
     twin: Attachment = plain.__dict__[MARK]
+    _check_arrived(net, plain, attachment, memo)
     twin.remove_()
     twin.reset_flags_()
     return plain
+
+
+def _check_arrived(net: nn.Module, plain: nn.Module, attachment: Attachment, memo: dict[int, object]) -> None:
+    """Whether modules that say themselves how they are copied have taken the fused weights."""
+    paths = {module: path for path, module in net.named_modules()}
+    for entry in attachment.updated:
+        wanted = memo[id(entry.layer._parameters[entry.weight])]
+        if plain.get_submodule(paths[entry.layer])._parameters.get(entry.weight) is not wanted:
+            raise AttachmentError(
+                f"{entry.name} lies in a module that copies itself in its own way, and would lose its adapter"
+            )
 
 
 def _fused(entry: Updated, weight: Tensor) -> Tensor:
@@ -67,10 +79,16 @@ def _fused(entry: Updated, weight: Tensor) -> Tensor:
 
 
 def check_finite(net: nn.Module) -> None:
-    """Refuse a network whose training has diverged."""
-    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
-        learned = tensor.requires_grad or not isinstance(tensor, nn.Parameter)
-        if learned and tensor.is_floating_point() and not is_finite(tensor):
+    """Refuse a network whose training has diverged; masks that are infinite on purpose are no matter."""
+    learned = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
+    statistics = [
+        (f"{path}.{key}", buffer)
+        for path, module in net.named_modules()
+        if is_norm(module)
+        for key, buffer in module.named_buffers(recurse=False)
+    ]
+    for name, tensor in (*learned, *statistics):
+        if tensor.is_floating_point() and not is_finite(tensor):
             raise NonFiniteError(
                 f"{name} holds NaN or infinite values: training has diverged; go back to an earlier state"
             )

@@ -217,10 +217,24 @@ class Described:
 def described(net: nn.Module) -> tuple[Described, ...]:
     """Every module of a network, Spalier's own left out."""
     return tuple(
-        Described(path, type(module).__qualname__, re.sub("0x[0-9a-f]+", "", module.extra_repr()))
+        Described(path, type(module).__qualname__, _settings(module))
         for path, module in net.named_modules()
         if not isinstance(module, Added)
     )
+
+
+_UNPRINTED = {
+    nn.MultiheadAttention: ("num_heads", "dropout", "batch_first", "add_zero_attn"),
+    nn.TransformerEncoderLayer: ("norm_first",),
+    nn.TransformerDecoderLayer: ("norm_first",),
+}
+"""Settings that PyTorch's own modules do not print."""
+
+
+def _settings(module: nn.Module) -> str:
+    more = [key for kind, keys in _UNPRINTED.items() if isinstance(module, kind) for key in keys]
+    parts = [module.extra_repr(), *(f"{key}={getattr(module, key)}" for key in more)]
+    return re.sub("0x[0-9a-f]+", "", ", ".join(filter(None, parts)))
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -165,7 +165,7 @@ def _group_norm(module: Any, resize: Resize) -> dict[str, Any]:
 
 @resizes(nn.Embedding, nn.EmbeddingBag)
 def _embedding(module: Any, resize: Resize) -> dict[str, Any]:
-    return {"embedding_dim": module.weight.shape[1]}
+    return {"num_embeddings": module.weight.shape[0], "embedding_dim": module.weight.shape[1]}
 
 
 @resizes(nn.PReLU)

@@ -124,6 +124,7 @@ def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool, recover: An
     if attachment is not None:
         attachment.pruned.keep_(changes)
         attachment.structure = attachment.structure or structure
+        attachment.task = None  # it has other masks now
     return recovered
 
 

@@ -37,6 +37,11 @@ _ADAPTERS: dict[str, type[Any]] = {kind.__name__: kind for kind in (SPLoRA, LoRA
 
 def apply_(task: Learned, net: nn.Module, example: Any) -> None:
     """Attach, cut, and put in what was learned; on any error the base is as it was."""
+    with torch.inference_mode(False):  # what learns has to be an ordinary tensor
+        _apply_(task, net, example)
+
+
+def _apply_(task: Learned, net: nn.Module, example: Any) -> None:
     base = Base(net)
     check_base(task, base)
     adapter = _adapter(task)
@@ -45,9 +50,10 @@ def apply_(task: Learned, net: nn.Module, example: Any) -> None:
     learned = _owners(
         base, {n for row in task.table.rows if isinstance(row.source, Values) for n in row.names}
     )
+    learned -= set(heads)
     chosen = _owners(base, {name for row, cut in task.pieces if cut.matrices for name in row.names})
-    if isinstance(adapter, FineTune):
-        chosen = learned - set(heads)
+    if isinstance(adapter, FineTune):  # norms are among what was chosen, by whichever option
+        chosen, learned = learned, set()
     try:
         attach_(
             net,
@@ -68,6 +74,7 @@ def apply_(task: Learned, net: nn.Module, example: Any) -> None:
     attachment = attachment_of(net)
     attachment.pruned.keep_(changes)
     attachment.structure = structure
+    attachment.task = task
 
 
 def _owners(base: Base, names: set[str]) -> set[str]:
@@ -136,7 +143,7 @@ def _set_values_(changes: Changes, parameter: nn.Parameter, factor: Tensor) -> N
 
 def _taken(task: Learned) -> Iterator[Tensor]:
     """The task's own tensors, in the order of the table."""
-    values, integers = task.values, torch.tensor(task.integers, dtype=torch.int64)
+    values, integers = task.values, torch.tensor(task.integers, dtype=torch.int64, device="cpu")
     for row, cut in task.pieces:
         size = math.prod(cut.shape)
         for _ in row.names:

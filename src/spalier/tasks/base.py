@@ -77,6 +77,7 @@ class Base:
     """A frozen network that tasks are built on. It is only read."""
 
     def __init__(self, net: nn.Module) -> None:
+        net = getattr(net, "_orig_mod", net)  # what torch.compile has wrapped
         if not isinstance(net, nn.Module):
             raise TaskFileError("base", f"the base is a {type(net).__name__}, expected a torch.nn.Module")
         if fingerprint.is_adapted_or_pruned(net):
@@ -103,9 +104,8 @@ class Base:
         self.fitting: WeakSet[Table] = WeakSet()
         """The tables that were found to fit."""
         self._values: dict[frozenset[str], tuple[list[Any], str]] = {}
-        self._others = [module for module in self.modules.values() if _copies_itself(module)]
-        own = set(self._others)
-        self._molds = [(module, _Mold(module)) for module in self.modules.values() if module not in own]
+        everything = self.modules.values()
+        self._molds = None if any(map(_copies_itself, everything)) else [(m, _Mold(m)) for m in everything]
 
     def architecture(self, heads: Collection[str]) -> str:
         """The digest of the architecture, without these modules' settings."""
@@ -120,14 +120,15 @@ class Base:
         versions = [fingerprint.version(tensor) for tensor in taken.values()]
         if own not in self._values or None in versions or self._values[own][0] != versions:
             self._values[own] = versions, fingerprint.values(taken)
-            self._weights.clear()
+            self._weights = {}
         return self._values[own][1]
 
     def weight(self, name: str) -> Weight:
         """A weight that adapters update. `values_without` has to look first."""
-        if name not in self._weights:
-            self._weights[name] = _weight(self.tensors[name], self.geometry(name))
-        return self._weights[name]
+        weights = self._weights  # another thread may begin anew
+        if name not in weights:
+            weights[name] = _weight(self.tensors[name], self.geometry(name))
+        return weights[name]
 
     def geometry(self, name: str) -> Geometry:
         """How a weight maps channels; an error where no adapter could update it."""
@@ -151,16 +152,39 @@ class Base:
         What `copy.deepcopy` does, without copying the tensors first, and twenty times as fast.
         """
         memo: dict[int, Any] = {id(self.tensors[name]): tensor for name, tensor in tensors.items()}
+        try:
+            if self._molds is None:
+                copy.deepcopy(self.net, memo)
+            else:
+                self._fill(memo)
+            made = {path: memo[id(module)] for path, module in self.modules.items()}
+        except (
+            TypeError,
+            AttributeError,
+            KeyError,
+            RuntimeError,
+        ) as error:  # whatever a module's own code raises
+            raise TaskFileError("base", f"the base cannot be copied: {shown(str(error))}") from error
+        if self._molds is None:
+            _check_arrived(made, tensors)
+            made[""].eval()
+        return made[""], made
+
+    def _fill(self, memo: dict[int, Any]) -> None:
+        assert self._molds is not None
         for module, _ in self._molds:
             memo[id(module)] = object.__new__(type(module))
-        for module in self._others:
-            copy.deepcopy(module, memo)
         for module, mold in self._molds:
             mold.fill_(memo[id(module)].__dict__, memo)
-        for module in self._others:
-            memo[id(module)].__dict__["training"] = False
-        made = {path: memo[id(module)] for path, module in self.modules.items()}
-        return made[""], made
+
+
+def _check_arrived(made: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> None:
+    """Whether modules that copy themselves have taken their tensors."""
+    for name, tensor in tensors.items():
+        path, _, key = name.rpartition(".")
+        module = made[path]
+        if module._parameters.get(key, module._buffers.get(key)) is not tensor:
+            raise TaskFileError("base", f"a module of the base copies itself, and loses {shown(name)}")
 
 
 class _Mold:

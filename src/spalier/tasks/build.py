@@ -36,9 +36,11 @@ def build_and_weigh(task: Learned, base: Base, *, fold: bool, share: bool) -> tu
         tensors: dict[str, Tensor] = {}
         for row, cut in task.pieces:
             maker.make_(row, cut, tensors)
+        taken = sum(tensor.nbytes for tensor in tensors.values())
         for name, tensor in base.tensors.items():
             if name not in tensors:
-                tensors[name] = tensor if share else maker.copied(name)
+                tensors[name] = maker.as_it_is(name)
+                taken += 0 if share else tensor.nbytes
         net, modules = base.cast(tensors)
         resize_(task, modules)
         for number, writer in enumerate(task.table.writers, start=len(task.table.streams)):
@@ -48,8 +50,7 @@ def build_and_weigh(task: Learned, base: Base, *, fold: bool, share: bool) -> tu
             module.register_forward_hook(spread_output)
         if fold:
             fold_(net, modules, task.table.folds)
-    taken = [tensor.nbytes for name, tensor in tensors.items() if tensor is not base.tensors[name]]
-    return net, sum(taken) + sum(8 * int(task.masks[w.stream].sum()) for w in task.table.writers)
+    return net, taken + sum(8 * int(task.masks[w.stream].sum()) for w in task.table.writers)
 
 
 def check_base(task: Learned, base: Base) -> None:
@@ -144,8 +145,12 @@ class _Maker:
                 tensor = self._whole_numbers(name, cut.shape)
             else:
                 tensor = self._cut(self.base.tensors[name], cut)
-            learns = self.base.flags[name]
-            made[name] = tensor if learns is None else nn.Parameter(tensor, requires_grad=learns)
+            made[name] = self._like(name, tensor)
+
+    def _like(self, name: str, values: Tensor) -> Tensor:
+        """Values as a parameter or a buffer, whichever the base has there; what is shared is for running only."""
+        learns = self.base.flags[name]
+        return values if learns is None else nn.Parameter(values, requires_grad=learns and not self._share)
 
     def _value(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Numbers of the task's own."""
@@ -184,10 +189,10 @@ class _Maker:
             self._indices[id(index)] = torch.from_numpy(index).to(self.device)
         return self._indices[id(index)]
 
-    def copied(self, name: str) -> Tensor:
-        """A tensor of the base as it is, in memory of its own."""
-        copy, learns = self.base.tensors[name].detach().clone(), self.base.flags[name]
-        return copy if learns is None else nn.Parameter(copy, requires_grad=learns)
+    def as_it_is(self, name: str) -> Tensor:
+        """A tensor of the base: an object of its own, in the same memory if they may share."""
+        tensor = self.base.tensors[name].detach()
+        return self._like(name, tensor if self._share else tensor.clone())
 
     # weights with adapters
 

@@ -162,7 +162,7 @@ def _whole(values: object, count: int) -> bool:
 def _tensor(entry: _Entry, data: bytearray) -> Tensor:
     dtype = DTYPES[entry.dtype]
     if not entry.count:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     if entry.begin % dtype.itemsize:  # only a stranger's file
         return torch.frombuffer(bytearray(data[entry.begin : entry.end]), dtype=dtype)
     return torch.frombuffer(data, dtype=dtype, count=entry.count, offset=entry.begin)

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from spalier.adapters.attachment import Attachment, attachment_of
+from spalier.adapters.changes import moved
 from spalier.adapters.forward import updates
 from spalier.adapters.fuse import check_finite
-from spalier.adapters.layers import is_norm
+from spalier.adapters.layers import is_finite, is_norm
 from spalier.adapters.tensors import first_names, tensors_of
 from spalier.adapters.updates import LowRank, Pointwise, Update
 from spalier.budget.meter import Meter
-from spalier.errors import AttachmentError, PlanError
+from spalier.errors import AttachmentError, ConfigError, NonFiniteError, PlanError
 from spalier.pruning.attributes import resized_by_tensors
 from spalier.pruning.cuts import Owner, cut, owners_of
 from spalier.pruning.kept import MARK, Kept, kept_of
@@ -27,6 +28,7 @@ from spalier.structure.structure import Structure
 from spalier.tasks import fingerprint, table
 from spalier.tasks.description import Density
 from spalier.tasks.fingerprint import Fingerprint
+from spalier.tasks.learned import Learned
 from spalier.tasks.table import Integers, Mask, Placement, Row, Source, Table, Values, Writer
 
 
@@ -50,12 +52,49 @@ def describe(net: nn.Module, structure: Structure | None) -> Described:
     attachment = attachment_of(net)
     attachment.check_present(whole=True)
     check_finite(net)
+    if structure is not None and not isinstance(structure, Structure):
+        raise ConfigError(f"structure is a {type(structure).__name__}, expected what trace returns")
     structure = structure or attachment.structure
+    if structure is None and attachment.task is not None:
+        return _again(net, attachment.task)
     if MARK in net.__dict__ and structure is None:
         raise PlanError(
             "the network is pruned, and its structure is not known; pass structure= as for prune_"
         )
     return _Describer(net, attachment, structure).described()
+
+
+def _again(net: nn.Module, task: Learned) -> Described:
+    """A task that was applied and trained on: the same table and masks, other numbers."""
+    owners = owners_of(net, first_names(tensors_of(net)))
+    adapters: list[Tensor] = []
+    values: list[Tensor] = []
+    integers: list[int] = []
+    for row in task.table.rows:
+        for name in row.names:
+            owner = owners[name][0]
+            tensor: Tensor = getattr(owner.module, owner.place)[owner.key]
+            if isinstance(row.source, Values):
+                values.append(tensor.detach().flatten())
+            elif isinstance(row.source, Integers):
+                integers += [int(n) for n in tensor.flatten().tolist()]
+            else:
+                update = next(
+                    (u for o in owners[name] if (u := updates(o.module).get(o.key)) is not None), None
+                )
+                adapters += [] if update is None else [p.detach().flatten() for p in update.parameters()]
+    said = task.description
+    return Described(
+        task.table,
+        task.masks,
+        _flat(adapters),
+        _flat(values),
+        tuple(integers),
+        said.base,
+        said.density,
+        said.learned,
+        dict(said.adapter),
+    )
 
 
 @dataclass
@@ -84,10 +123,7 @@ class _Describer:
             self._add(name)
         streams = () if structure is None else tuple((s.name, s.size) for s in structure.streams)
         own = [self.kept.writers[w.name] for w in self.writers]
-        paths = _paths(self.net)
-        heads = tuple(
-            row.name for row in self.attachment.summary.rows if row.learns == "head" and row.name in paths
-        )
+        heads = self.attachment.heads
         made = Table(
             streams,
             tuple(Writer(w.name, w.stream, w.module, w.axis) for w in self.writers),
@@ -130,6 +166,10 @@ class _Describer:
         elif self._is_own(name, tensor):
             if tensor.is_floating_point():
                 source = Values()
+                if not is_finite(tensor):
+                    raise NonFiniteError(
+                        f"{name} has changed since attach_, and holds NaN or infinite values"
+                    )
                 self.values.append(tensor.detach().flatten())
             else:
                 source = Integers()
@@ -146,7 +186,7 @@ class _Describer:
             return True
         if isinstance(tensor, nn.Parameter):
             return False
-        if is_norm(self.owners[name][0].module):
+        if is_norm(self.owners[name][0].module) or name.rpartition(".")[0] in self.attachment.heads:
             return True
         base = self.bases[name]
         if self.structure is not None:
@@ -250,7 +290,7 @@ def _base_tensors(attachment: Attachment, owners: Mapping[str, list[Owner]]) -> 
     for name, several in owners.items():
         owner = several[0]
         current = getattr(owner.module, owner.place)[owner.key]
-        found[name] = before.get((id(owner.module), owner.place, owner.key), current)
+        found[name] = moved(before.get((id(owner.module), owner.place, owner.key), current), current)
     return found
 
 
@@ -281,7 +321,7 @@ def _alike(one: Row, other: Row) -> bool:
 def _flat(parts: Sequence[Tensor]) -> Tensor:
     """One tensor of all numbers, in the widest dtype that there is, so that none is changed."""
     if not parts:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
     dtype = parts[0].dtype
     for part in parts:
         dtype = torch.promote_types(dtype, part.dtype)
@@ -291,7 +331,3 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
 def _adapter(adapter: Any) -> dict[str, Any]:
     fields = dataclasses.fields(adapter) if dataclasses.is_dataclass(adapter) else ()
     return {"kind": type(adapter).__name__, **{f.name: getattr(adapter, f.name) for f in fields}}
-
-
-def _paths(net: nn.Module) -> set[str]:
-    return {path for path, _ in net.named_modules()}

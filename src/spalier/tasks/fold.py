@@ -40,11 +40,7 @@ def fold_(net: nn.Module, modules: dict[str, nn.Module], pairs: Sequence[tuple[s
                 )
     for norm, layer in folded.items():
         fold_into_(layer, norm, _LAYERS[type(layer)])
-    identities = {norm: _identity(norm) for norm in folded}
-    for parent in list(net.modules()):
-        for name, child in parent._modules.items():
-            if child in identities:
-                parent._modules[name] = identities[child]
+        _become_identity_(norm)
 
 
 def _obstacle(norm: Any, layer: Any, times: Counter[int]) -> str:
@@ -72,9 +68,10 @@ def _obstacle(norm: Any, layer: Any, times: Counter[int]) -> str:
     return ""
 
 
-def _identity(norm: nn.Module) -> nn.Identity:
-    """What stands where the norm was; a gather behind it stays."""
-    made = nn.Identity().eval()
-    made._modules.update(norm._modules)
-    made._forward_hooks.update(norm._forward_hooks)
-    return made
+def _become_identity_(norm: nn.Module) -> None:
+    """Let a norm pass on what it gets, wherever else the network holds it; its hooks and a gather behind it stay."""
+    hooks = {
+        key: value for key, value in norm.__dict__.items() if key.endswith("_hooks") or key == "_modules"
+    }
+    norm.__class__ = nn.Identity
+    norm.__dict__ = {**nn.Identity().__dict__, **hooks, "training": False}

@@ -18,7 +18,7 @@ from spalier.tasks.storage import Storage, check_storage, quantised, restored, s
 from spalier.tasks.table import Cut, Mask, Matrices, Row, Table, Values
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Learned:
     """The contents of a task file."""
 
@@ -34,6 +34,10 @@ class Learned:
     integers: tuple[int, ...] = ()
     """Whole numbers of the task's own: how many batches a norm has seen."""
 
+    def __repr__(self) -> str:
+        said = self.description
+        return f"{type(self).__name__}({said.name!r}, {said.learned:,} learned, stored as {said.storage})"
+
     def stored_as(self, storage: Storage) -> Self:
         """The task as it is after it has been stored so: ``"fp16"``, ``"bf16"``, ``"int8"`` lose precision.
 
@@ -46,7 +50,13 @@ class Learned:
             codes, scales = quantised(self.adapter_values(), self.adapter_rows)
             return replace(self, description=description, adapters=codes, scales=scales, values=values)
         adapters = stored(self.adapter_values(), storage, "adapters")
-        return replace(self, description=description, adapters=adapters, scales=torch.empty(0), values=values)
+        return replace(
+            self,
+            description=description,
+            adapters=adapters,
+            scales=torch.empty(0, device="cpu"),
+            values=values,
+        )
 
     def to_bytes(self, *, storage: Storage = "exact") -> bytes:
         """The contents of the task's file."""

@@ -34,6 +34,8 @@ class Report:
     base: int
     """Bytes of the base."""
     costs: tuple[Cost, ...]
+    left_out: tuple[str, ...] = ()
+    """Tasks that cannot be read or built, and why: they are not counted."""
 
     @property
     def on_disk(self) -> int:
@@ -66,30 +68,36 @@ class Report:
             if even is None
             else f"the base and task files take less from {even} such tasks on"
         )
+        bad = [f"not counted: {', '.join(self.left_out)}"] if self.left_out else []
         return "\n".join(
             [
                 table(["task", "file", "network", "file / network"], rows),
                 f"on disk: {self.on_disk:,} bytes with the base ({self.base:,}), {self.networks:,} as networks",
                 f"in memory: {self.resident(1):,} bytes with one task ready, {self.resident():,} with all",
                 pays,
+                *bad,
             ]
         )
 
 
 def report(listed: Sequence[Any], base: nn.Module | None) -> Report:
-    """What the tasks of a store cost."""
-    bases = {entry.task.description.base.architecture for entry in listed}
+    """What the tasks of a store cost; without a base, in float32."""
+    bad = tuple(f"{entry.name!a} ({entry.error.code})" for entry in listed if entry.info is None)
+    listed = [entry for entry in listed if entry.info is not None]
+    bases = {entry.info.base.architecture for entry in listed}
     if len(bases) > 1:
         raise TaskFileError(
             "base", f"the store's tasks are for {len(bases)} bases; keep a store for each base"
         )
-    costs = []
-    whole = 0 if base is None else sum(p.numel() * p.element_size() for p in base.parameters())
+    parameters = [] if base is None else list(base.parameters())
+    width = parameters[0].element_size() if parameters else 4
+    costs, whole = [], 0
     for entry in listed:
-        weights = entry.task.description.density.weights
+        weights = entry.info.density.weights
         if weights is None:
             raise TaskFileError("metadata", f"the task {entry.name!r} does not say how many weights it keeps")
-        width = 4 if base is None or not weights[1] else whole / weights[1]
-        costs.append(Cost(entry.name, entry.size, round(weights[0] * width)))
-        whole = whole or weights[1] * 4
-    return Report(whole, tuple(costs))
+        costs.append(Cost(entry.name, entry.size, weights[0] * width))
+        whole = max(whole, weights[1] * width)
+    if base is not None:
+        whole = sum(p.numel() * p.element_size() for p in parameters)
+    return Report(whole, tuple(costs), bad)

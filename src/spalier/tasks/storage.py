@@ -52,7 +52,7 @@ def quantised(values: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
 
 def restored(codes: Tensor, scales: Tensor, rows: Rows) -> Tensor:
     """The numbers that 8-bit integers and their scales stand for."""
-    out, start = torch.empty(codes.numel(), dtype=torch.float32), 0
+    out, start = torch.empty(codes.numel(), dtype=torch.float32, device="cpu"), 0
     for codes_of, values in zip(matrices(codes, rows), matrices(out, rows), strict=True):
         torch.mul(codes_of, scales[start : start + len(codes_of), None], out=values)
         start += len(codes_of)

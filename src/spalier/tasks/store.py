@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from spalier.errors import TaskFileError
 from spalier.tasks import files
 from spalier.tasks.base import Base
 from spalier.tasks.build import build
+from spalier.tasks.description import Description
 from spalier.tasks.report import Report, report
 from spalier.tasks.storage import Storage
 from spalier.tasks.task import Task
@@ -28,7 +29,7 @@ class Listed:
 
     name: str
     size: int
-    task: Task | None
+    info: Description | None
     error: TaskFileError | None
 
     @property
@@ -56,7 +57,14 @@ class Store:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        try:
+            self.folder = (
+                Path(folder).expanduser().absolute()
+            )  # the same after a change of the working folder
+        except TypeError:
+            raise TaskFileError(
+                "name", f"the folder is a {type(folder).__name__}, expected its name"
+            ) from None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             files.sweep(self.folder)
@@ -97,7 +105,12 @@ class Store:
         self, task: Task, name: str | None = None, *, storage: Storage = "exact", overwrite: bool = False
     ) -> Path:
         """Write a task into the store, under its own name or another; whole and durable, or not at all."""
+        if not isinstance(task, Task):
+            raise TaskFileError(
+                "name", f"what is added is a {type(task).__name__}, expected a Task (Task.of)"
+            )
         target = self.path(task.name if name is None else name)
+        task = replace(task, description=replace(task.description, name=name or task.name))
         data = task.to_bytes(storage=storage)
         with files.locked(self.folder):
             files.sweep(self.folder)
@@ -132,7 +145,9 @@ class Store:
 
     def report(self, base: nn.Module | None = None) -> Report:
         """Bytes on disk and in memory for all tasks on one base, and when that pays against a network for each."""
-        return report([entry for entry in self.list() if entry.task is not None], base)
+        if base is not None:
+            base = Base(base).net
+        return report(self.verify(base), base)
 
     def push(self, name: str, repository: str, **options: Any) -> str:
         """Upload a task and a model card to the Hugging Face hub; the address. Needs ``spalier[hub]``."""
@@ -150,22 +165,23 @@ class Store:
         found = Listing()
         for name in self:
             path = self.folder / f"{name}{SUFFIX}"
+            info, error = None, None
             try:
                 task = self.load(name)
                 if base is not None:
                     build(task, base, fold=False, share=True)
-                error = None
+                info = task.description
             except TaskFileError as wrong:
-                task, error = None, wrong
+                error = wrong
             with contextlib.suppress(FileNotFoundError):  # another process has removed it
-                found.append(Listed(name, path.lstat().st_size, task, error))
+                found.append(Listed(name, path.lstat().st_size, info, error))
         return found
 
 
 def _row(entry: Listed) -> list[str]:
     name = entry.name if entry.name.isprintable() else ascii(entry.name)  # whoever put the file there
-    if entry.task is None:
+    if entry.info is None:
         return [name, f"{entry.size:,}", "-", "-", "-", "" if entry.error is None else entry.error.code]
-    density = entry.task.description.density
+    density = entry.info.density
     shares = [f"{pair[0] / pair[1]:.1%}" if pair else "-" for pair in (density.channels, density.weights)]
-    return [name, f"{entry.size:,}", f"{entry.task.description.learned:,}", *shares, "sound"]
+    return [name, f"{entry.size:,}", f"{entry.info.learned:,}", *shares, "sound"]

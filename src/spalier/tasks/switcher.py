@@ -55,6 +55,8 @@ class Switcher:
     ) -> None:
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
             raise ConfigError(f"limit is {limit!r}, expected a number of bytes or None")
+        if not isinstance(fold, bool):
+            raise ConfigError(f"fold is {fold!r}, expected True or False")
         self.store = store if isinstance(store, Store) else Store(store)
         self.limit, self._fold = limit, fold
         self._base = Base(base)
@@ -105,7 +107,13 @@ class Switcher:
         return current.net(*args, **kwargs)
 
     def _get(self, name: str) -> Ready:
-        stamp = self._stamp(name)
+        while True:
+            stamp = self._stamp(name)
+            found = self._once(name, stamp)
+            if found.stamp == stamp:  # else the file was replaced while another thread built the one before
+                return found
+
+    def _once(self, name: str, stamp: Stamp) -> Ready:
         with self._lock:
             found = self._ready.get(name)
             if found is not None and found.stamp == stamp:
@@ -140,6 +148,8 @@ class Switcher:
         try:
             found = os.lstat(path)
         except OSError:
+            with self._lock:
+                self._ready.pop(name, None)
             self.store.load(name)  # says what is wrong
             raise
         self._paths[name] = path

@@ -29,6 +29,8 @@ MAX_REMEMBERED = 1 << 18
 MAX_SIZE = 1 << 40
 MAX_INDICES = 1 << 22
 """How many indices all patterns of a table may be for, so that a short one cannot take much memory."""
+MAX_INTEGERS = 1 << 16
+"""How many whole numbers of its own a task may have."""
 
 
 @dataclass(eq=False)  # not frozen: a third of the time to make
@@ -275,7 +277,9 @@ class Table:
             raise TaskFileError(
                 "table", f"the layer table has {len(text):,} bytes, expected at most {MAX_TABLE:,}"
             )
-        return zlib.compress(text, 9), len(text)
+        raw = zlib.compress(text, 9)
+        Table.from_bytes(raw, len(text))  # what could not be read is not written
+        return raw, len(text)
 
     @staticmethod
     def from_bytes(raw: bytes, length: object) -> Table:
@@ -350,7 +354,7 @@ class _Parser:
         self.is_safe = is_safe
         """Whether no text in it can hold more than printable ASCII."""
         self.sizes: list[int] = []
-        self._indices = 0
+        self._indices = self._integers = 0
         self._together: set[Any] = {None}
         self._whole: dict[int, Placement] = {}
 
@@ -397,10 +401,15 @@ class _Parser:
         return row
 
     def _count(self, several: list[Any], size: int) -> None:
-        """Bound the memory that `Cuts` will need: masks that lie together on an axis are looked at once."""
-        key = tuple(several) if all(type(mask) is int for mask in several) else None
-        if key not in self._together:
-            self._together.add(key)
+        """Bound what it takes to cut: one mask alone costs what it has in the file, several that lie together more."""
+        if len(several) < 2:
+            return
+        masks = [on[0] if isinstance(on, list) and on else on for on in several]
+        if not all(type(mask) is int for mask in masks) or len(set(masks)) < len(masks):
+            raise _wrong("a mask lies on an axis twice, or is no number")
+        plain = all(type(on) is int for on in several)
+        if not plain or tuple(several) not in self._together:
+            self._together.add(tuple(several) if plain else None)
             self._indices += size * len(several)
             if self._indices > MAX_INDICES:
                 raise _wrong(f"the masks are for more than {MAX_INDICES:,} indices")
@@ -436,6 +445,9 @@ class _Parser:
         if not numbers and kind in ("base", "values"):
             return _FROZEN if kind == "base" else _VALUES
         if not numbers and kind == "integers" and not any(row.axes):
+            self._integers += len(row.keys) * math.prod(row.shape)
+            if self._integers > MAX_INTEGERS:
+                raise _wrong(f"the task has more than {MAX_INTEGERS:,} whole numbers of its own")
             return _INTEGERS
         if len(row.keys) == 1 and len(row.shape) >= 2 and len(numbers) in (2, 4):
             sizes = [self._size(n, 1) for n in numbers[:-1]]

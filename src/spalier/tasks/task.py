@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from spalier.errors import TaskFileError
+from spalier.errors import ConfigError, TaskFileError
 from spalier.tasks import container, files
 from spalier.tasks.base import Base
 from spalier.tasks.build import build
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from spalier.tasks.costs import StorageCosts
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Task(Learned):
     """Which channels a task keeps of its base, and what it has learned.
 
@@ -68,6 +68,8 @@ class Task(Learned):
         from spalier.tasks.describe import describe  # the training side; loading needs none of it
 
         check_name(name)
+        if isinstance(classes, str):
+            raise TaskFileError("metadata", f"classes is the text {classes!a}, expected a list of names")
         found = describe(net, structure)
         description = Description(
             name,
@@ -75,11 +77,11 @@ class Task(Learned):
             found.base,
             found.density,
             found.learned,
-            metrics=dict(metrics or {}),
-            classes=tuple(classes),
-            preprocessing=dict(preprocessing or {}),
-            licence=licence,
-            provenance={**_versions(), **(provenance or {})},
+            metrics=_plain(_dict("metrics", metrics)),
+            classes=tuple(_plain(list(classes if classes is not None else ()))),
+            preprocessing=_plain(_dict("preprocessing", preprocessing)),
+            licence=licence or "",
+            provenance=_plain({**_versions(), **_dict("provenance", provenance)}),
         )
         return Task(
             description,
@@ -133,7 +135,7 @@ class Task(Learned):
 
         ``storage="exact"`` keeps every bit; the smaller ones are those of `stored_as`.
         """
-        target = Path(path)
+        target = _path(path)
         if not target.name.endswith(SUFFIX):
             raise TaskFileError("name", f"{target.name!a} does not end in {SUFFIX}, as task files do")
         check_name(target.name.removesuffix(SUFFIX))
@@ -149,6 +151,8 @@ class Task(Learned):
             path: one regular file, no link.
             limit: how many bytes it may have.
         """
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+            raise ConfigError(f"limit is {limit!r}, expected a number of bytes")
         return _checked(container.read(_path(path), limit))
 
 
@@ -162,7 +166,7 @@ def _checked(contents: container.Contents) -> Task:
         raise TaskFileError("tensors", f"the file has no {', '.join(sorted(lacking))}")
     table = Table.from_bytes(tensors["table"].numpy().tobytes(), length)
     masks = table.unpack(tensors["masks"].numpy())
-    scales = tensors.get("scales", torch.empty(0))
+    scales = tensors.get("scales", torch.empty(0, device="cpu"))
     integers = _expanded(runs, table.integers)
     task = Task(description, table, masks, tensors["adapters"], scales, tensors["values"], integers)
     task.check()
@@ -181,6 +185,24 @@ def _expanded(runs: object, count: int) -> tuple[int, ...]:
     if sum(times for _, times in pairs) != count:
         raise TaskFileError("sizes", f"the description's integers are not the {count} that the table has")
     return tuple(number for number, times in pairs for _ in range(times))
+
+
+def _dict(what: str, value: object) -> dict[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise TaskFileError("metadata", f"{what} is a {type(value).__name__}, expected a dict")
+    return dict(value or {})
+
+
+def _plain(value: Any) -> Any:
+    """Plain data: scalars of numpy and PyTorch become numbers, paths text."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, Path):
+        return str(value)
+    is_scalar = hasattr(value, "item") and getattr(value, "ndim", None) == 0
+    return value.item() if is_scalar else value
 
 
 def _path(path: object) -> Path:
