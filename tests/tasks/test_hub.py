@@ -148,7 +148,10 @@ def test_a_task_is_pushed_under_the_name_that_the_store_has(hub, tmp_path, task,
     assert (
         f'store.pull("{REPOSITORY}", "renamed")' in hub.repositories[REPOSITORY].files["README.md"].decode()
     )
-    assert other.pull(REPOSITORY, "renamed", endpoint=hub.address).read_bytes() == task.to_bytes()
+    assert (
+        other.pull(REPOSITORY, "renamed", endpoint=hub.address).read_bytes()
+        == store.path("renamed").read_bytes()
+    )
 
 
 def test_a_repository_without_an_owner_is_the_callers(hub, store):

@@ -143,3 +143,20 @@ def test_codes_are_documented():
     text = (Path(__file__).parents[2] / "docs" / "task-format.md").read_text()
     for code, meaning in TASK_FILE_CODES.items():
         assert f"| `{code}` | {meaning} |" in text
+
+
+def test_a_store_stays_where_it_was(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = sp.Store("tasks")
+    store.add(task_of(base), "b")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert list(store) == ["b"]
+    assert store.load("b").name == "b"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert list(sp.Store("~/tasks")) == ["b"]
+    for wrong in (None, 3):
+        with pytest.raises(TaskFileError):
+            sp.Store(wrong)
+    with pytest.raises(TaskFileError, match=r"Task\.of"):
+        store.add(base)

@@ -227,3 +227,50 @@ def test_serving_needs_no_structure_and_no_training(tmp_path, base, store):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_who_asks_after_a_replacement_gets_the_new_network(base, store, monkeypatch):
+    """Also while another thread still builds the old one."""
+    slow, started, go_on = module.build_and_weigh, threading.Event(), threading.Event()
+
+    def waits(*args, **kwargs):
+        if not started.is_set():
+            started.set()
+            assert go_on.wait(10)
+        return slow(*args, **kwargs)
+
+    monkeypatch.setattr(module, "build_and_weigh", waits)
+    switcher = sp.Switcher(base, store)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(switcher.activate, "a")
+        assert started.wait(10)
+        store.add(task_of(base, 9), "a", overwrite=True)
+        second = pool.submit(switcher.activate, "a")
+        time.sleep(0.1)
+        go_on.set()
+        first.result()
+        found = second.result()
+    with torch.no_grad():
+        torch.testing.assert_close(found(X), store.load("a").build(base)(X))
+
+
+def test_networks_that_are_served_leave_the_base_alone(base, tmp_path):
+    net = copy.deepcopy(base)
+    sp.attach_(net, sp.SPLoRA(rank=2), targets="3", head="8")
+    store = sp.Store(tmp_path)
+    store.add(sp.Task.of(net, "a"))
+    before = snapshot(base)
+    switcher = sp.Switcher(base, store)
+    served = switcher.activate("a")
+    assert not served(X).requires_grad
+    served.requires_grad_(True).half()
+    assert_unchanged(base, before)
+
+
+def test_a_task_that_was_removed_is_gone(base, store):
+    switcher = sp.Switcher(base, store)
+    switcher.network("a")
+    store.remove("a")
+    with pytest.raises(TaskFileError, match="no task 'a'"):
+        switcher.network("a")
+    assert switcher.ready == []

@@ -8,7 +8,7 @@ import numpy as np
 
 from spalier.structure.labels import Ints
 
-FORMAT = 2
+FORMAT = 3
 
 
 def to_dict(structure: Any) -> dict[str, Any]:
@@ -42,6 +42,7 @@ def to_dict(structure: Any) -> dict[str, Any]:
             [c.module, c.times, c.tensor, list(c.axes), list(c.sizes), [_placed(p) for p in c.placed]]
             for c in structure.costs
         ],
+        "folds": [list(pair) for pair in structure.folds],
     }
 
 

@@ -49,6 +49,7 @@ def from_dict(data: Mapping[str, Any]) -> Structure:
             Cost(module, times, tensor, tuple(axes), tuple(sizes), tuple(map(_placed, placed)))
             for module, times, tensor, axes, sizes, placed in data["costs"]
         ),
+        tuple((layer, norm) for layer, norm in data["folds"]),
     )
 
 

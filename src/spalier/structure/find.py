@@ -16,7 +16,7 @@ from spalier.structure.capture import capture, copied, module_of
 from spalier.structure.costs import costs_of
 from spalier.structure.fingerprint import fingerprint
 from spalier.structure.labels import Labels
-from spalier.structure.sites import find_sites
+from spalier.structure.sites import find_folds, find_sites
 from spalier.structure.streams import Assembly, assemble
 from spalier.structure.structure import Captured, Extent, Structure
 from spalier.structure.values import Value
@@ -74,6 +74,7 @@ def _structure(
         tuple(_extents(walk, assembly)),
         tuple(find_sites(net, captured.program, walk.found, assembly, names)),
         tuple(costs_of(walk.found.terms, assembly)),
+        tuple(find_folds(captured.program, names)),
         captured,
         captured.example,
         freeze,

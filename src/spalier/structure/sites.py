@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from torch.export import ExportedProgram
@@ -66,6 +66,35 @@ def find_sites(
             seen = [site for member in read for site in search.read(number, member)]
         sites += seen
     return sites
+
+
+def find_folds(program: ExportedProgram, names: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Layers, and the batch norms that alone take their outputs, channel by channel; each is called once."""
+    tensors: dict[Any, str] = {
+        node: name for name, nodes in placeholders(program, names).items() for node in nodes
+    }
+    calls = Counter(
+        module_of(node) for node in program.graph.nodes if operation(node) in (*_LAYERS, "batch_norm")
+    )
+    found = []
+    for node in program.graph.nodes:
+        layer = node.args[0] if operation(node) == "batch_norm" else None
+        if not isinstance(layer, Node) or operation(layer) not in _LAYERS or len(layer.users) != 1:
+            continue
+        path, norm = module_of(layer), module_of(node)
+        bias = layer.args[2] if len(layer.args) > 2 else None
+        own = [
+            tensors.get(layer.args[1]) == f"{path}.weight",
+            tensors.get(node.args[3]) == f"{norm}.running_mean",
+        ]
+        own.append(bias is None or tensors.get(bias) == f"{path}.bias")
+        on_channels = operation(layer) != "linear" or len(layer.meta["val"].shape) == 2
+        if all(own) and on_channels and calls[path] == calls[norm] == 1:
+            found.append((path, norm))
+    return found
+
+
+_LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 
 
 @dataclass(frozen=True)

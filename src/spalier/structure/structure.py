@@ -67,6 +67,8 @@ class Structure:
     """Where each stream's channels can be seen while the network runs."""
     costs: tuple[Cost, ...]
     """What the network computes on the example."""
+    folds: tuple[tuple[str, str], ...] = ()
+    """Layers, and the batch norms that alone take their outputs: one can be folded into the other."""
     captured: Captured | None = field(default=None, repr=False)
     """The graph, to compare with; None where the structure was loaded and nothing had to be compared yet."""
     example: Any = field(default=None, repr=False)

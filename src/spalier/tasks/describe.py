@@ -130,7 +130,7 @@ class _Describer:
             _grouped(self.rows),
             self._attributes(),
             heads,
-            self._folds(),
+            () if structure is None else structure.folds,
         )
         taken = {name: self.bases[name] for name in self.owners if name not in made.own}
         architecture = fingerprint.architecture(self.attachment.modules, self.ties, heads)
@@ -256,22 +256,6 @@ class _Describer:
             elif resized_by_tensors(module, {}) is None:
                 found[path] = {key: module.__dict__[key] for key in values}
         return found
-
-    def _folds(self) -> tuple[tuple[str, str], ...]:
-        """Layers whose output one batch norm takes, and nothing else, channel by channel."""
-        if self.structure is None:
-            return ()
-        norms: dict[str, list[Any]] = {}
-        for site in self.structure.sites:
-            norms.setdefault(site.writer, []).append(site)
-        found = []
-        for writer, sites in norms.items():
-            norm = sites[0].norm
-            if len(sites) == 1 and norm is not None:
-                on = self.structure.axes.get((f"{norm}.running_mean", 0), ())
-                if any(stream == sites[0].stream for stream, _ in on):
-                    found.append((writer, norm))
-        return tuple(found)
 
     def _density(self) -> Density:
         if self.structure is None:
