@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ class Weight:
     """The axis of the array that is the input's."""
     centre: tuple[Any, ...] = ()
     """Where an adapter is added."""
+    is_pointwise: bool = False
+    """Whether that is the whole weight."""
 
 
 def _weight(tensor: Tensor, geometry: Geometry) -> Weight:
@@ -70,7 +73,8 @@ def _weight(tensor: Tensor, geometry: Geometry) -> Weight:
         return Weight(geometry, largest, limit)
     every = slice(None)
     centre = (every, *geometry.centre, every) if last else (every, every, *geometry.centre)
-    return Weight(geometry, largest, limit, laid.numpy(), 3 if last else 1, centre)
+    is_pointwise = math.prod(geometry.kernel) == 1
+    return Weight(geometry, largest, limit, laid.numpy(), 3 if last else 1, centre, is_pointwise)
 
 
 class Base:

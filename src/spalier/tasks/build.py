@@ -222,13 +222,17 @@ class _Maker:
             array.take(outputs, 0, small, "clip")
         elif inputs is not None:
             array.take(inputs, weight.axis, small, "clip")
-        else:
+        elif not weight.is_pointwise:
             np.copyto(small, array)
-        (rank, length), _ = cut.matrices
+        (rank, length), (_, height) = cut.matrices
         factors = factors.astype(small.dtype, copy=False)
-        middle = rank * length
-        down, up = factors[:middle].reshape(rank, length), factors[middle:].reshape(rank, -1)
-        small[weight.centre] += up.T @ down
+        down, up = (
+            factors[: rank * length].reshape(rank, length),
+            factors[rank * length :].reshape(rank, height),
+        )
+        delta = np.matmul(up.T, down, out=self._arena.scratch(array.dtype, (height, length)))
+        untouched = cut.is_whole and weight.is_pointwise
+        np.add((array if untouched else small)[weight.centre], delta, out=small[weight.centre])
         made = torch.from_numpy(small)
         return made if weight.axis == 1 else made.permute(0, 3, 1, 2)
 
@@ -270,9 +274,9 @@ class _Arena:
                 array = base.weight(row.names[0]).array
                 if array is not None:
                     sizes[array.dtype] = sizes.get(array.dtype, 0) + _aligned(math.prod(cut.shape))
-                    if cut.indices[0] is not None and cut.indices[1] is not None:
-                        wide = len(cut.indices[0]) * math.prod(row.shape[1:])
-                        rows[array.dtype] = max(rows.get(array.dtype, 0), wide)
+                    twice = cut.indices[0] is not None and cut.indices[1] is not None
+                    wide = cut.shape[0] * (math.prod(row.shape[1:]) if twice else cut.shape[1])
+                    rows[array.dtype] = max(rows.get(array.dtype, 0), wide)
         self._memory = {dtype: np.empty(size, dtype) for dtype, size in sizes.items()} if share else {}
         self._scratch = {dtype: np.empty(size, dtype) for dtype, size in rows.items()}
         self._used = dict.fromkeys(sizes, 0)
