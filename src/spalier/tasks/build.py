@@ -15,6 +15,7 @@ from spalier.errors import TaskFileError
 from spalier.pruning.attributes import attention_with, resized_by_shape, resized_by_tensors
 from spalier.pruning.spread import NAME, Spread, spread_output
 from spalier.tasks.base import NUMPY, Base, Weight
+from spalier.tasks.fingerprint import largest
 from spalier.tasks.fold import fold_
 from spalier.tasks.learned import Learned
 from spalier.tasks.storage import matrices
@@ -116,7 +117,7 @@ class _Maker:
         self.device = next((t.device for t in base.tensors.values()), torch.device("cpu"))
         adapters = task.adapter_values()
         adapters = adapters if adapters.dtype in NUMPY else adapters.float()
-        self._peak = float(adapters.abs().max()) if adapters.numel() else 0.0
+        self._peak = largest(adapters)
         self._adapters = adapters.to(self.device)
         self._array = adapters.numpy()
         self._start = 0

@@ -6,6 +6,7 @@ Norms and heads that a task has of its own do not count, so networks for 10 and 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -64,7 +65,7 @@ def known(tensor: Tensor) -> Known:
     found: Known | None = _KNOWN.get(tensor)
     if now is not None and found is not None and found.version == now:
         return found
-    made = Known(_digest(tensor), _largest(tensor), now or (0, 0))
+    made = Known(_digest(tensor), largest(tensor), now or (0, 0))
     if now is not None:
         _KNOWN[tensor] = made
     return made
@@ -85,11 +86,12 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(flat.view(torch.uint8).numpy().data if flat.numel() else b"").hexdigest()
 
 
-def _largest(tensor: Tensor) -> float:
+def largest(tensor: Tensor) -> float:
+    """The largest absolute value; no finite number where one is not."""
     if not tensor.numel() or not tensor.is_floating_point():
         return 0.0
-    low, high = torch.aminmax(tensor.detach())
-    return max(abs(float(low)), abs(float(high)))
+    low, high = (float(end) for end in torch.aminmax(tensor.detach()))
+    return math.nan if math.isnan(low + high) else max(abs(low), abs(high))
 
 
 def is_adapted_or_pruned(net: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from spalier.errors import TaskFileError
 from spalier.tasks import container
 from spalier.tasks.description import Description
+from spalier.tasks.fingerprint import largest
 from spalier.tasks.storage import Storage, check_storage, quantised, restored, stored
 from spalier.tasks.table import Cut, Mask, Matrices, Row, Table, Values
 
@@ -109,7 +110,7 @@ class Learned:
                 raise TaskFileError(
                     "sizes", f"{what} has {tensor.numel():,} numbers, the table says {expected:,}"
                 )
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            if not math.isfinite(largest(tensor)):
                 raise TaskFileError("non-finite", f"{what} holds NaN or infinite numbers")
         if self._is_coded != (self.description.storage == "int8"):
             raise TaskFileError(
