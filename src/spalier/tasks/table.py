@@ -109,8 +109,17 @@ class Row:
     def __post_init__(self) -> None:
         self.names = tuple(f"{self.path}.{key}" if self.path else key for key in self.keys)
         """The full names of the tensors."""
+        self.masks = tuple([_only_mask(placed) for placed in self.axes])
+        """For each axis, its only mask if that lies there unit by unit; None without one, -1 for whatever else."""
+        self.is_adapted = isinstance(self.source, LowRank | Pointwise)
         self.whole: Cut | None = None
         """What is left where no mask lies on the row, once it is known."""
+
+
+def _only_mask(placed: Sequence[Placement]) -> int | None:
+    if not placed:
+        return None
+    return placed[0].mask if len(placed) == 1 and placed[0].units is None else -1
 
 
 @dataclass(eq=False)
@@ -125,22 +134,26 @@ class Cut:
     """Of the row's adapter; none without one."""
 
 
+_UNKNOWN = object()
+
+
 class _Cutter:
     """What masks leave of the tensors of a table; equal axes are looked at once."""
 
     def __init__(self, masks: Sequence[Mask]) -> None:
         self.masks = masks
+        self._alone: list[Any] = [_UNKNOWN] * len(masks)
         self._axes: dict[tuple[int, ...], Ints | None] = {}
 
     def cut(self, row: Row) -> Cut:
         """What is left of a row's tensors."""
         if row.whole is not None:
             return row.whole
-        indices = tuple([self._axis(placed, size) for placed, size in zip(row.axes, row.shape, strict=True)])
+        indices = tuple([self._index(row, axis, mask) for axis, mask in enumerate(row.masks)])
         shape = tuple([n if i is None else len(i) for n, i in zip(row.shape, indices, strict=True)])
         source = row.source
         matrices: Matrices = ()
-        if isinstance(source, LowRank | Pointwise):
+        if row.is_adapted and isinstance(source, LowRank | Pointwise):
             first = None if source.whole else indices[0]
             groups = source.groups
             if groups > 1 and first is not None:  # groups that have nothing left are gone
@@ -154,9 +167,18 @@ class _Cutter:
             row.whole = cut
         return cut
 
-    def _axis(self, placed: Sequence[Placement], size: int) -> Ints | None:
-        if not placed:
+    def _index(self, row: Row, axis: int, mask: int | None) -> Ints | None:
+        """The indices of an axis that are left; None where all are."""
+        if mask is None:
             return None
+        if mask < 0:
+            return self._axis(row.axes[axis], row.shape[axis])
+        index = self._alone[mask]
+        if index is _UNKNOWN:
+            index = self._alone[mask] = self._left(row.axes[axis], row.shape[axis])
+        return index  # type: ignore[no-any-return]
+
+    def _axis(self, placed: Sequence[Placement], size: int) -> Ints | None:
         if any(p.units is not None for p in placed):
             return self._left(placed, size)
         key = tuple([p.mask for p in placed])
@@ -396,9 +418,7 @@ class _Parser:
             tuple([self._placement(p, n) for p in self._list(several)])
             for several, n in zip(axes, sizes, strict=True)
         )
-        row = Row(where, names, sizes, on, _FROZEN)
-        row.source = self._source(self._list(source), row)
-        return row
+        return Row(where, names, sizes, on, self._source(self._list(source), names, sizes, on))
 
     def _count(self, several: list[Any], size: int) -> None:
         """Bound what it takes to cut: one mask alone costs what it has in the file, several that lie together more."""
@@ -440,19 +460,21 @@ class _Parser:
             raise TaskFileError("mask", f"a mask of {self.sizes[mask]} units does not fit an axis of {size}")
         return Placement(mask, units)
 
-    def _source(self, data: list[Any], row: Row) -> Source:
+    def _source(
+        self, data: list[Any], keys: tuple[str, ...], shape: tuple[int, ...], axes: tuple[Any, ...]
+    ) -> Source:
         kind, numbers = (data[0], data[1:]) if data else (None, [])
         if not numbers and kind in ("base", "values"):
             return _FROZEN if kind == "base" else _VALUES
-        if not numbers and kind == "integers" and not any(row.axes):
-            self._integers += len(row.keys) * math.prod(row.shape)
+        if not numbers and kind == "integers" and not any(axes):
+            self._integers += len(keys) * math.prod(shape)
             if self._integers > MAX_INTEGERS:
                 raise _wrong(f"the task has more than {MAX_INTEGERS:,} whole numbers of its own")
             return _INTEGERS
-        if len(row.keys) == 1 and len(row.shape) >= 2 and len(numbers) in (2, 4):
+        if len(keys) == 1 and len(shape) >= 2 and len(numbers) in (2, 4):
             sizes = [self._size(n, 1) for n in numbers[:-1]]
             inputs_first = bool(self._number(numbers[-1], 0, 1))
-            if row.shape[0] % sizes[-1] == 0:
+            if shape[0] % sizes[-1] == 0:
                 if kind in ("low-rank", "low-rank-whole") and len(sizes) == 3:
                     return LowRank(sizes[0], sizes[1], sizes[2], inputs_first, kind == "low-rank-whole")
                 if kind == "pointwise" and len(sizes) == 1:
