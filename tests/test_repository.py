@@ -67,7 +67,7 @@ CRITERIA_LAYERS = [
     {"score"},
 ]
 TASKS_LAYERS = [
-    {"text", "files", "storage", "fingerprint"},
+    {"text", "files", "storage", "fingerprint", "memory"},
     {"container", "table", "fold", "description"},
     {"learned", "base"},
     {"build", "describe"},

@@ -18,6 +18,7 @@ from spalier.tasks.base import NUMPY, Base, Weight
 from spalier.tasks.fingerprint import largest
 from spalier.tasks.fold import fold_
 from spalier.tasks.learned import Learned
+from spalier.tasks.memory import Pool
 from spalier.tasks.storage import matrices
 from spalier.tasks.table import Cut, Integers, Ints, LowRank, Pointwise, Row, Table, Values
 from spalier.tasks.text import shown
@@ -29,11 +30,13 @@ def build(task: Learned, base: Base, *, fold: bool, share: bool) -> nn.Module:
 
 
 @torch.no_grad()
-def build_and_weigh(task: Learned, base: Base, *, fold: bool, share: bool) -> tuple[nn.Module, int]:
-    """The network, and how many bytes it takes beside the base."""
+def build_and_weigh(
+    task: Learned, base: Base, *, fold: bool, share: bool, pool: Pool | None = None
+) -> tuple[nn.Module, int]:
+    """The network, and how many bytes it takes beside the base; made in a pool's memory if it may share."""
     check_base(task, base)
     with torch.inference_mode(False), np.errstate(all="ignore"):  # what is not finite is found afterwards
-        maker = _Maker(task, base, share=share)
+        maker = _Maker(task, base, pool or Pool(), share=share)
         tensors: dict[str, Tensor] = {}
         for row, cut in task.pieces:
             maker.make_(row, cut, tensors)
@@ -112,7 +115,7 @@ def _check_geometry(name: str, source: LowRank | Pointwise, geometry: Geometry) 
 class _Maker:
     """Makes the tensors of a network, row by row; the flat tensors of the file are read in that order."""
 
-    def __init__(self, task: Learned, base: Base, *, share: bool) -> None:
+    def __init__(self, task: Learned, base: Base, pool: Pool, *, share: bool) -> None:
         self.task, self.base, self._share = task, base, share
         self.device = next((t.device for t in base.tensors.values()), torch.device("cpu"))
         adapters = task.adapter_values()
@@ -121,7 +124,7 @@ class _Maker:
         self._adapters = adapters.to(self.device)
         self._array = adapters.numpy()
         self._start = 0
-        self._arena = _Arena(task, base, share=share)
+        self._arena = _Arena(task, base, pool, share=share)
         sizes = [
             size
             for row, cut in task.pieces
@@ -266,7 +269,7 @@ class _Arena:
     large piece numpy asks for large pages.
     """
 
-    def __init__(self, task: Learned, base: Base, *, share: bool) -> None:
+    def __init__(self, task: Learned, base: Base, pool: Pool, *, share: bool) -> None:
         self._share = share
         sizes: dict[Any, int] = {}
         rows: dict[Any, int] = {}
@@ -278,8 +281,8 @@ class _Arena:
                     twice = cut.indices[0] is not None and cut.indices[1] is not None
                     wide = cut.shape[0] * (math.prod(row.shape[1:]) if twice else cut.shape[1])
                     rows[array.dtype] = max(rows.get(array.dtype, 0), wide)
-        self._memory = {dtype: np.empty(size, dtype) for dtype, size in sizes.items()} if share else {}
-        self._scratch = {dtype: np.empty(size, dtype) for dtype, size in rows.items()}
+        self._memory = {dtype: pool.take(size, dtype) for dtype, size in sizes.items()} if share else {}
+        self._scratch = {dtype: pool.take(size, dtype) for dtype, size in rows.items()}
         self._used = dict.fromkeys(sizes, 0)
 
     def piece(self, dtype: Any, shape: tuple[int, ...]) -> Any:

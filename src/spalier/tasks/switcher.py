@@ -14,6 +14,7 @@ from torch import nn
 from spalier.errors import ConfigError, TaskFileError
 from spalier.tasks.base import Base
 from spalier.tasks.build import build_and_weigh
+from spalier.tasks.memory import Pool
 from spalier.tasks.store import Store
 
 Stamp = tuple[int, int, int]
@@ -41,7 +42,8 @@ class Switcher:
         base: the frozen network. It is only read, and must not be changed.
         store: a `Store`, or its folder.
         limit: how many bytes the ready networks may take together, beyond what they share with the base; the active
-            one is always kept. None for no limit.
+            one is always kept. None for no limit. The memory of a network that was dropped may be kept to build the
+            next one in.
         fold: fold batch norms, as in `Task.build`.
     """
 
@@ -64,6 +66,7 @@ class Switcher:
         self._building: dict[str, Future[Ready]] = {}
         self._current: Ready | None = None
         self._paths: dict[str, str] = {}
+        self._pool = Pool()
         self._lock = threading.Lock()
 
     @property
@@ -89,14 +92,16 @@ class Switcher:
         found = self._get(name)
         with self._lock:
             self._current = found
-            self._evict_()
+            gone = self._evict_()
+        self._let_go(gone)
         return found.net
 
     def network(self, name: str) -> nn.Module:
         """The network of a task, without making it the active one."""
         found = self._get(name)
         with self._lock:
-            self._evict_()
+            gone = self._evict_()
+        self._let_go(gone)
         return found.net
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +134,9 @@ class Switcher:
 
     def _build(self, name: str, stamp: Stamp, promise: Future[Ready]) -> Ready:
         try:
-            net, size = build_and_weigh(self.store.load(name), self._base, fold=self._fold, share=True)
+            net, size = build_and_weigh(
+                self.store.load(name), self._base, fold=self._fold, share=True, pool=self._pool
+            )
             made = Ready(name, net, size, stamp)
         except BaseException as error:
             with self._lock:
@@ -155,15 +162,23 @@ class Switcher:
         self._paths[name] = path
         return found.st_ino, found.st_mtime_ns, found.st_size
 
-    def _evict_(self) -> None:
+    def _let_go(self, gone: list[Ready]) -> None:
+        """Outside of the lock, as networks take a while to go."""
+        if gone:
+            gone.clear()
+            self._pool.trim()
+
+    def _evict_(self) -> list[Ready]:
         """Drop the networks that were not used for longest, until the rest fits."""
+        gone: list[Ready] = []
         if self.limit is None:
-            return
+            return gone
         total = sum(entry.bytes for entry in self._ready.values())
         for name in list(self._ready):
             if total <= self.limit:
-                return
+                break
             entry = self._ready[name]
             if entry is not self._current and name != next(reversed(self._ready)):
                 total -= entry.bytes
-                del self._ready[name]
+                gone.append(self._ready.pop(name))
+        return gone
