@@ -28,23 +28,30 @@ def test_pieces_in_use_are_never_handed_out():
         elif held == "parameter":
             del parameter
     place = view.data_ptr()
+    assert len(pool._idle) == 1
     del view
+    assert len(pool._idle) == 2
     pieces = [pool.take(100, "float32") for _ in range(2)]
     assert any(p.ctypes.data <= place < p.ctypes.data + p.nbytes for p in pieces)
+    assert not pool._idle
 
 
 def test_pieces_fit_and_idle_ones_are_let_go():
     pool = Pool()
     place = pool.take(100, "float32").ctypes.data
     assert pool.take(60, "float32").ctypes.data == place
-    assert pool.take(40, "float32").size == 40
-    assert pool.take(100, "float64").dtype == "float64"
+    assert pool.take(40, "float32").ctypes.data != place
+    assert pool.take(50, "float64").dtype == "float64"
     held = pool.take(1000, "float32")
     for size in (5000, 20000, 70000):
         pool.take(size, "float32")
     pool.trim()
-    assert len(pool._pieces) == IDLE + 1
-    assert any(piece is held for piece in pool._pieces)
+    assert [memory.nbytes for memory in pool._idle] == [280_000, 80_000]
+    assert len(pool._idle) == IDLE
+    assert held.size == 1000
+    held[:] = 1
+    assert held.flags.writeable
+    assert pool.take(0, "float32").size == 0
 
 
 @pytest.mark.parametrize("keep", ["nothing", "network", "state", "tensor", "copy"])
@@ -81,4 +88,24 @@ def test_networks_that_someone_holds_stay_as_they_are(keep, tmp_path):
                 assert all(torch.equal(tensor, value[key]) for key, tensor in kept.items())
             else:
                 assert torch.equal(kept, value)
-    assert len(switcher._pool._pieces) <= IDLE + 2 + len(held)
+    assert len(switcher._pool._idle) <= IDLE + 2
+    assert keep in ("nothing", "copy") or len(held) == 12
+
+
+def test_threads_never_share_a_piece():
+    from concurrent.futures import ThreadPoolExecutor
+
+    pool = Pool()
+
+    def work(number):
+        for _ in range(300):
+            piece = pool.take(64, "float64")
+            piece[:] = number
+            if not (piece == number).all():
+                return False
+            del piece
+            pool.trim()
+        return True
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(work, range(8)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-import threading
+import contextlib
+import weakref
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -13,38 +14,38 @@ IDLE = 2
 
 
 class Pool:
-    """Hands out pieces of memory, and hands them out again once nothing refers to them any more.
+    """Lends pieces of memory, and lends them again once whoever had them is gone.
 
-    Tensors that lie in a piece keep a reference to it, and so does every view of them, so a piece that only the pool
-    refers to is in nobody's hands: no one could write into it or see it change.
+    What is lent is an array; tensors that lie in it, and views of these, keep it alive. When the last of them goes, the
+    array goes, and its memory comes back here: until then no one else can have it.
     """
 
     def __init__(self) -> None:
-        self._pieces: list[Any] = []
-        self._lock = threading.Lock()
+        self._idle: deque[Any] = deque()  # appended to by finalizers, which may run anywhere: no lock
 
     def take(self, size: int, dtype: Any) -> Any:
-        """A piece of at least so many numbers, holding whatever it held."""
-        with self._lock:
-            for piece in self._pieces:
-                fits = piece.dtype == dtype and size <= piece.size <= 2 * size
-                if fits and sys.getrefcount(piece) == _ONLY_THE_POOL:
-                    return piece
-            made = np.empty(size, dtype)
-            self._pieces.append(made)
-            return made
+        """An array of so many numbers, holding whatever was there."""
+        memory = self._fitting(size * np.dtype(dtype).itemsize)
+        # a view of a memoryview is nobody's view: numpy lets slices refer to it, not to what is behind it
+        lent = np.frombuffer(memoryview(memory), dtype, size)
+        weakref.finalize(lent, self._idle.append, memory).atexit = False
+        return lent
+
+    def _fitting(self, size: int) -> Any:
+        for _ in range(len(self._idle)):
+            try:
+                memory = self._idle.popleft()
+            except IndexError:  # another thread was quicker
+                break
+            if size <= memory.nbytes <= 2 * size:
+                return memory
+            self._idle.append(memory)
+        return np.empty(size, np.uint8)
 
     def trim(self) -> None:
         """Let go of what nobody uses, but for the largest pieces."""
-        with self._lock:
-            idle = []
-            for number in range(len(self._pieces)):  # enumerate would refer to the piece too
-                piece = self._pieces[number]
-                if sys.getrefcount(piece) == _ONLY_THE_POOL:
-                    idle.append((piece.nbytes, number))
-            gone = {number for _, number in sorted(idle, reverse=True)[IDLE:]}
-            self._pieces = [piece for number, piece in enumerate(self._pieces) if number not in gone]
-
-
-_ONLY_THE_POOL = 3
-"""References to a piece that is idle: the list's, the loop's, and that of the call which counts them."""
+        taken = []
+        with contextlib.suppress(IndexError):  # other threads take from it too
+            while True:
+                taken.append(self._idle.popleft())
+        self._idle.extend(sorted(taken, key=lambda memory: -memory.nbytes)[:IDLE])
