@@ -20,7 +20,7 @@ SOURCE = ROOT / "src" / "spalier"
 
 # Each module may import what stands above it and nothing else of ours.
 LAYERS = [
-    {"errors", "_table"},
+    {"errors", "_table", "_runs"},
     {"models", "distributed"},
     {"adapters"},
     {"counting"},

@@ -373,11 +373,13 @@ def test_permissions_follow_the_umask(mask, expected, tmp_path):
         assert stat.S_IMODE(made.stat().st_mode) == expected
 
 
-def test_a_folder_that_may_not_be_written(store):
+def test_a_folder_that_may_not_be_written(store, monkeypatch):
     store.folder.chmod(0o555)
     try:
-        if os.access(store.folder, os.W_OK):
-            pytest.skip("this user may write everywhere")
+        if os.access(
+            store.folder, os.W_OK
+        ):  # whoever may write everywhere gets the system's answer to others
+            monkeypatch.setattr(os, "open", _read_only(os.open))
         for attempt in (lambda: store.add(task(), "b"), lambda: task().save(store.folder / f"c{SUFFIX}")):
             with pytest.raises(TaskFileError) as caught:
                 attempt()
@@ -386,6 +388,15 @@ def test_a_folder_that_may_not_be_written(store):
     finally:
         store.folder.chmod(0o755)
     assert list(store) == ["a"]
+
+
+def _read_only(really):
+    def opened(path, flags, *args, **kwargs):
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return really(path, flags, *args, **kwargs)
+
+    return opened
 
 
 def test_a_folder_that_is_none(tmp_path):

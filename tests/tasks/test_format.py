@@ -4,9 +4,9 @@ import hashlib
 
 import pytest
 import torch
+from learning import ADAPTERS, IMAGE, learned
 from oracles import task_format
 from support import tiny_cnn
-from test_task import ADAPTERS, IMAGE, learned
 from torch import nn
 from trained import EXAMPLE, DigitNet
 

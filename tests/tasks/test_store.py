@@ -81,6 +81,10 @@ def test_verify_finds_what_is_wrong_and_goes_on(base, tmp_path):
     assert found["strange name"].error.code == "name"
     assert {e.error.code for e in store.verify(other) if e.name in ("good", "other")} == {"base-values"}
     assert "truncated" in str(store.verify())
+    other = copy.deepcopy(base)
+    assert {e.name for e in store.verify(other) if e.is_sound} == {"good", "other"}
+    other[0].weight.data.mul_(2)  # past PyTorch's count of writes
+    assert not any(e.is_sound for e in store.verify(other))
     assert found["good"].info.name == "good"
 
 

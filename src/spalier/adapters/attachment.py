@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from spalier.adapters.changes import Changes
+from spalier.adapters.changes import Changes, moved
 from spalier.adapters.forward import OWN_FORWARD, adapter_name, divert_, undivert_
 from spalier.adapters.layers import Added, Described
 from spalier.adapters.updates import Update
@@ -44,12 +44,9 @@ class Replaced:
     def moved_original(self) -> Tensor:
         """The base tensor, or itself where the network has been moved or cast since."""
         current, original = getattr(self.module, self.kind).get(self.key), self.original
-        if current is None or (current.dtype, current.device) == (original.dtype, original.device):
-            return original
-        if original.is_meta:
+        if current is not None and original.is_meta and not current.is_meta:
             return current  # type: ignore[no-any-return]  # the base had no values before it was materialised
-        moved = original.detach().to(current.device, current.dtype)
-        return nn.Parameter(moved) if isinstance(original, nn.Parameter) else moved
+        return moved(original, current)  # type: ignore[no-any-return]
 
 
 @dataclass

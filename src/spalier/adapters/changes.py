@@ -69,7 +69,7 @@ def moved(before: Any, now: Any) -> Any:
     """What was there, or, where a network has been moved or cast since, that moved alike."""
     if not isinstance(before, Tensor) or not isinstance(now, Tensor) or before.is_meta or now.is_meta:
         return before
-    if (before.dtype, before.device) == (now.dtype, now.device) or not before.is_floating_point():
+    if (before.dtype, before.device) == (now.dtype, now.device):
         return before
     other = before.detach().to(now.device, now.dtype)
     return nn.Parameter(other, before.requires_grad) if isinstance(before, nn.Parameter) else other

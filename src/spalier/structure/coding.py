@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from spalier._runs import pattern, pattern_of
 from spalier.structure.labels import Ints
 
 FORMAT = 3
@@ -51,20 +52,14 @@ def _placed(placed: Any) -> list[Any]:
 
 
 def _coded(units: Ints) -> list[int] | dict[str, int]:
-    """Units along an axis; nearly always each of n in turn, for a run of indices each, the whole several times over."""
-    count = int(units.max()) + 1
-    for run in (1, int((units != units[0]).argmax()) or len(units)):
-        if len(units) % (count * run) == 0:
-            times = len(units) // (count * run)
-            if np.array_equal(units, _pattern(count, run, times)):
-                return {"units": count, "run": run, "times": times}
-    return [int(unit) for unit in units]
+    """Units along an axis, as a pattern if they are one."""
+    found = pattern_of(units)
+    return [int(unit) for unit in units] if found is None else dict(zip(_FIELDS, found, strict=True))
+
+
+_FIELDS = ("units", "run", "times")
 
 
 def decoded(code: list[int] | dict[str, int]) -> Ints:
     """Units along an axis, as they were before they were written down."""
-    return _pattern(code["units"], code["run"], code["times"]) if isinstance(code, dict) else np.array(code)
-
-
-def _pattern(units: int, run: int, times: int) -> Ints:
-    return np.tile(np.repeat(np.arange(units), run), times)
+    return pattern(*(code[field] for field in _FIELDS)) if isinstance(code, dict) else np.array(code)

@@ -13,7 +13,7 @@ from torch import nn
 
 from spalier._table import table
 from spalier.errors import TaskFileError
-from spalier.tasks import files
+from spalier.tasks import files, fingerprint
 from spalier.tasks.base import Base
 from spalier.tasks.build import build
 from spalier.tasks.description import Description
@@ -140,7 +140,9 @@ class Store:
         return self._listing(None)
 
     def verify(self, base: nn.Module | None = None) -> Listing:
-        """Read every file; with a base, check that the tasks belong to it and that they can be built."""
+        """Read every file; with a base, look at all its values again, and check that its tasks can be built."""
+        if base is not None:
+            fingerprint.forget()
         return self._listing(None if base is None else Base(base))
 
     def report(self, base: nn.Module | None = None) -> Report:

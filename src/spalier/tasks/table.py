@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spalier._runs import pattern, pattern_of
 from spalier.errors import TaskFileError
 from spalier.tasks.text import check_text, dump, parse
 
@@ -350,22 +351,8 @@ def _coded_placement(placement: Placement) -> int | list[Any]:
     units = placement.units
     if units is None:
         return placement.mask
-    count = int(units.max()) + 1
-    run = int((units != units[0]).argmax()) or len(units)
-    if len(units) % (count * run) == 0 and np.array_equal(
-        units, pattern(count, run, len(units) // (count * run))
-    ):
-        return [placement.mask, count, run, len(units) // (count * run)]
-    return [placement.mask, units.tolist()]
-
-
-def pattern(units: int, run: int, times: int) -> Ints:
-    """Each of several units in turn, for a run of indices each, the whole several times over.
-
-    >>> pattern(2, 2, 2).tolist()
-    [0, 0, 1, 1, 0, 0, 1, 1]
-    """
-    return np.tile(np.repeat(np.arange(units), run), times)
+    found = pattern_of(units)
+    return [placement.mask, units.tolist()] if found is None else [placement.mask, *found]
 
 
 class _Parser:
