@@ -67,7 +67,7 @@ class Changes:
 
 def moved(before: Any, now: Any) -> Any:
     """What was there, or, where a network has been moved or cast since, that moved alike."""
-    if not isinstance(before, Tensor) or not isinstance(now, Tensor) or before.is_meta or now.is_meta:
+    if not isinstance(before, Tensor) or not isinstance(now, Tensor) or before.is_meta:
         return before
     if (before.dtype, before.device) == (now.dtype, now.device):
         return before
