@@ -116,6 +116,43 @@ class RecoveryError(SpalierError):
     code = "recovery"
 
 
+class DataError(SpalierError):
+    """A data set is missing, holds what cannot be learned from, or stopped coming; the message lists all of it."""
+
+    code = "data"
+
+
+class RunError(SpalierError):
+    """A run cannot begin, go on or end; its folder still holds the last good state.
+
+    ``code`` says what is wrong, one of `RUN_CODES`.
+    """
+
+    code = "run"
+
+    def __init__(self, code: str, message: str) -> None:
+        assert code in RUN_CODES, code
+        super().__init__(code, message)
+        self.code = code
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
+RUN_CODES = {
+    "folder": "the folder holds something else than a run",
+    "busy": "another process is working in the folder",
+    "changed": "the run was begun with other settings, data or weights",
+    "checkpoint": "the checkpoint cannot be read, or does not belong to the run",
+    "not-finite": "the loss, or what was learned, is NaN or infinite",
+    "classes": "the network's outputs are not the data's classes",
+    "memory": "memory ran out",
+    "write": "the folder cannot be written; the last good state is still there",
+    "failed": "runs of a sweep have failed",
+}
+"""What can be wrong with a run, by code; codes never change."""
+
+
 class TaskFileError(SpalierError):
     """A task file, a task's name or a store is not what it has to be; the base is untouched.
 

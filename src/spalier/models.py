@@ -5,7 +5,7 @@ The CIFAR stem (3x3, stride 1, no max-pool) takes its weights from the 7x7 Image
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from os import PathLike
@@ -192,24 +192,25 @@ def load_weights_(
     net: nn.Module,
     weights: Mapping[str, Tensor] | str | PathLike[str],
     *,
-    head: str | None = "fc",
+    head: str | Sequence[str] | None = "fc",
 ) -> Loaded:
     """Load published weights into ``net``, in place, casting to its dtype; all or nothing.
 
-    A 7x7 stem is average-pooled where the network has a 3x3 one. The head, named by ``head``, keeps its own
-    values where the number of classes differs. Everything else has to be there and to fit. A file is
-    safetensors, or a PyTorch checkpoint of tensors alone (``weights_only=True``).
+    A 7x7 stem is average-pooled where the network has a 3x3 one. The head, or heads, named by ``head`` keep their
+    own values where the number of classes differs. Everything else has to be there and to fit. A file is
+    safetensors, or a PyTorch checkpoint of tensors alone (``weights_only=True``), as for `read_weights`.
 
     >>> pretrained = resnet18(classes=1000)
     >>> load_weights_(resnet18(classes=10, stem="cifar"), pretrained.state_dict())
     Loaded(pooled=('conv1.weight',), skipped=('fc.weight', 'fc.bias'))
     """
-    source = _tensors(_read(weights) if isinstance(weights, str | PathLike) else weights)
+    source = read_weights(weights) if isinstance(weights, str | PathLike) else _tensors(weights)
     own = net.state_dict()
     if any(tensor.is_meta for tensor in own.values()):
         raise WeightsError(
             "the network is on the meta device, where nothing can be loaded; net.to_empty(device=...) first"
         )
+    heads = tuple(f"{name}." for name in ([head] if isinstance(head, str) else head or ()))
     ignorable = {key for key in own if key.endswith("num_batches_tracked")}
     missing = sorted(own.keys() - source.keys() - ignorable)
     unexpected = sorted(source.keys() - own.keys())
@@ -228,7 +229,7 @@ def load_weights_(
         elif _is_smaller_kernel(tensor, own[key]):
             fitting[key] = F.adaptive_avg_pool2d(tensor.float(), wanted[2:])
             pooled.append(key)
-        elif head is not None and key.startswith(f"{head}."):
+        elif key.startswith(heads):
             skipped.append(key)
         else:
             raise WeightsError(
@@ -239,6 +240,37 @@ def load_weights_(
         for key, tensor in fitting.items():
             own[key].copy_(tensor)
     return Loaded(tuple(pooled), tuple(skipped))
+
+
+def read_weights(path: str | PathLike[str]) -> dict[str, Tensor]:
+    """The tensors of a file, by name: safetensors, or a PyTorch checkpoint of tensors alone; no code in it ever runs.
+
+    A checkpoint may be a state_dict, or hold one under "state_dict" or "model"; names that all begin with "module."
+    lose it.
+
+    >>> read_weights("absent.pth")
+    Traceback (most recent call last):
+    spalier.errors.WeightsError: no weights file at absent.pth; expected a .safetensors or .pth file
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise WeightsError(f"no weights file at {file}; expected a .safetensors or .pth file")
+    if file.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return _tensors(_unwrapped(load_file(file)))
+        except SafetensorError as error:
+            raise WeightsError(f"{file} is not a readable safetensors file: {error}") from error
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises a dozen kinds; each means the same to the caller
+        raise WeightsError(
+            f"{file} is not a checkpoint of plain tensors ({type(error).__name__}); "
+            "convert it to safetensors, or save its state_dict() alone"
+        ) from error
+    return _tensors(_unwrapped(state))
 
 
 def _is_smaller_kernel(source: Tensor, wanted: Tensor) -> bool:
@@ -253,26 +285,15 @@ def _is_smaller_kernel(source: Tensor, wanted: Tensor) -> bool:
     )
 
 
-def _read(path: str | PathLike[str]) -> Mapping[str, Tensor]:
-    file = Path(path)
-    if not file.is_file():
-        raise WeightsError(f"no weights file at {file}; expected a .safetensors or .pth file")
-    if file.suffix == ".safetensors":
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            return load_file(file)
-        except SafetensorError as error:
-            raise WeightsError(f"{file} is not a readable safetensors file: {error}") from error
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises a dozen kinds; each means the same to the caller
-        raise WeightsError(
-            f"{file} is not a checkpoint of plain tensors ({type(error).__name__}); "
-            "convert it to safetensors, or save its state_dict() alone"
-        ) from error
-    return _tensors(state)
+def _unwrapped(state: object) -> object:
+    """The tensors of a training run's checkpoint, by the names that they had before a wrapper's prefix."""
+    for key in ("state_dict", "model"):
+        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
+            state = state[key]
+    prefix = "module."  # of DataParallel and DistributedDataParallel
+    if isinstance(state, Mapping) and state and all(str(key).startswith(prefix) for key in state):
+        return {str(key).removeprefix(prefix): value for key, value in state.items()}
+    return state
 
 
 def _tensors(weights: object) -> dict[str, Tensor]:

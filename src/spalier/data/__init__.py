@@ -1,0 +1,1 @@
+"""Data sets by name: checked, decoded once, augmented in whole batches."""

@@ -1,0 +1,221 @@
+"""`Loader`: the batches of an epoch, the same whatever the number of workers, processes or restarts."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from spalier.data.augment import ORDER, Ints, check_augment, numbers
+from spalier.data.part import Part
+from spalier.data.text import whole
+from spalier.errors import ConfigError, DataError, SpalierError
+
+Augment = Literal["own", "flip-crop", "crop", "flip", "none"]
+Batch = tuple[Tensor, Tensor]
+_Key = tuple[int, Ints]
+
+
+class Loader:
+    """Batches of a part, by epoch.
+
+    ``batch`` samples are one batch of all ``world`` processes together; this one, number ``rank``, gets every
+    world-th of them. Order and augmentation follow from ``seed``, the epoch and the sample, so any batch can be had
+    again. A shuffled loader augments as suits the samples (``"own"``), another one not at all, unless ``augment``
+    says otherwise.
+
+    >>> from spalier.data.open import open_data
+    >>> data = open_data("digits")
+    >>> images, labels = next(Loader(data.train, batch=32).epoch(0))
+    >>> images.shape, labels.shape
+    (torch.Size([32, 3, 8, 8]), torch.Size([32]))
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        batch: int = 256,
+        seed: int = 0,
+        augment: Augment | None = None,
+        workers: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        if len(part) == 0:
+            raise DataError("there is nothing to load: the part has no samples")
+        self.part, self.seed, self.shuffle, self.drop_last = part, whole("seed", seed), shuffle, drop_last
+        self.batch, self.workers = whole("batch", batch, 1), whole("workers", workers)
+        self.rank, self.world = whole("rank", rank), whole("world", world, 1)
+        self.augment = check_augment(("own" if shuffle else "none") if augment is None else augment)
+        self._check_shares()
+        self._keys = _Keys()
+        self._loader: DataLoader[Any] | None = None
+        self._turn = 0
+
+    def __len__(self) -> int:
+        """Batches of an epoch, of all processes together."""
+        if self.drop_last:
+            return max(1, len(self.part) // self.batch)
+        return -(-len(self.part) // self.batch)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Batches number ``start``, ``start + 1``, ... of an epoch; a share without samples is left out."""
+        epoch, start = whole("epoch", epoch), whole("start", start)
+        if start > len(self):
+            raise ConfigError(f"start is {start}, expected at most the {len(self)} batches of an epoch")
+        keys = [(epoch, mine) for mine in self._shares(epoch, start) if len(mine)]
+        return self._from_workers(keys) if self.workers else self._directly(keys)
+
+    def close(self) -> None:
+        """End the workers. An epoch that is still being read ends with an error."""
+        loader, self._loader, self._turn = self._loader, None, self._turn + 1
+        if loader is not None and loader._iterator is not None:
+            loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
+            loader._iterator = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_shares(self) -> None:
+        if self.rank >= self.world:
+            raise ConfigError(f"rank is {self.rank}, expected less than the {self.world} processes")
+        only = min(self.batch, len(self.part)) if self.drop_last else self.batch
+        for together in (self.batch, only):
+            if together % self.world:
+                raise ConfigError(
+                    f"a batch of {together} cannot be shared equally by {self.world} processes; "
+                    f"pass a multiple of {self.world}, and no more than there are samples ({len(self.part):,})"
+                )
+
+    def _shares(self, epoch: int, start: int) -> Iterator[Ints]:
+        count = len(self.part)
+        order = numbers(self.seed, epoch, ORDER).permutation(count) if self.shuffle else np.arange(count)
+        for i in range(start, len(self)):
+            yield order[i * self.batch : (i + 1) * self.batch][self.rank :: self.world]
+
+    def _directly(self, keys: list[_Key]) -> Iterator[Batch]:
+        for epoch, indices in keys:
+            yield self.part.fetch(indices, epoch, seed=self.seed, augment=self.augment)
+
+    def _from_workers(self, keys: list[_Key]) -> Iterator[Batch]:
+        self._turn += 1
+        turn, self._keys.keys = self._turn, keys
+        if not keys:
+            return
+        batches = self._started()
+        for _ in keys:
+            if turn != self._turn:
+                raise ConfigError("this epoch was left for another, or the loader closed; start it again")
+            found = self._next(batches)
+            if isinstance(found, SpalierError):
+                raise found
+            yield found
+
+    def _started(self) -> Iterator[Batch | SpalierError]:
+        if self._loader is None:
+            self._loader = DataLoader(
+                _Batches(self.part, self.seed, self.augment),
+                sampler=self._keys,
+                batch_size=None,
+                num_workers=self.workers,
+                persistent_workers=True,
+                generator=torch.Generator(),  # the global one stays where it is, as without workers
+                multiprocessing_context=_context(),
+            )
+        with _explained(self), _handler_kept():
+            return iter(self._loader)
+
+    def _next(self, batches: Iterator[Batch | SpalierError]) -> Batch | SpalierError:
+        with _explained(self):
+            return next(batches)
+
+
+class _Keys(Sampler[_Key]):
+    """The batches of the current epoch, as numbers of samples."""
+
+    def __init__(self) -> None:
+        self.keys: list[_Key] = []
+
+    def __iter__(self) -> Iterator[_Key]:
+        return iter(self.keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+class _Batches(Dataset[Any]):
+    """Whole batches by key, so that a worker does all of the work. Errors come back as values, unwrapped."""
+
+    def __init__(self, part: Part, seed: int, augment: str) -> None:
+        self.part, self.seed, self.augment = part, seed, augment
+
+    def __getitem__(self, key: _Key) -> Batch | SpalierError:
+        epoch, indices = key
+        try:
+            return self.part.fetch(indices, epoch, seed=self.seed, augment=self.augment)
+        except SpalierError as error:
+            error.add_note("".join(traceback.format_exception(error)))  # a traceback cannot be sent
+            return error
+
+
+@contextmanager
+def _explained(loader: Loader) -> Iterator[None]:
+    """Turn what PyTorch says of a dead worker into our error; the loader starts anew after it."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, RuntimeError) and "worker" not in str(error):
+            raise
+        ends = _ends(loader)
+        loader.close()
+        raise DataError(
+            f"a data-loader worker died ({ends or str(error).splitlines()[0]}); memory may have run out, /dev/shm may "
+            f"be too small, or the data set's own code crashed: pass fewer than {loader.workers} workers (0 runs "
+            "everything in this process and shows the crash), or give the machine more (shared) memory"
+        ) from error
+
+
+def _ends(loader: Loader) -> str:
+    """How the workers that are gone have ended."""
+    running = None if loader._loader is None else loader._loader._iterator
+    codes = [worker.exitcode for worker in getattr(running, "_workers", ())]
+    ends = [signal.Signals(-c).name if c < 0 else f"exit code {c}" for c in codes if c]
+    return ", ".join(sorted(set(ends)))
+
+
+@contextmanager
+def _handler_kept() -> Iterator[None]:
+    """Without the handler that PyTorch sets: it raises in the middle of whatever runs when a worker dies.
+
+    Without it a death is noticed, some seconds later, by the call that waits for a batch.
+    """
+    if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        if handler is not None:  # None: set by other than Python, and cannot be set again
+            signal.signal(signal.SIGCHLD, handler)
+
+
+def _context() -> str | None:
+    """Forked workers share the images; elsewhere the platform's own way."""
+    linux = sys.platform.startswith("linux")
+    return "fork" if linux and "fork" in multiprocessing.get_all_start_methods() else None

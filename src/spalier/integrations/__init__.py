@@ -1,0 +1,1 @@
+"""Pruning inside of other libraries' training loops; each module needs its library."""

@@ -1,0 +1,85 @@
+"""What is known of a block: the row that it becomes, and the details beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spalier.pruning.plan import Plan
+from spalier.runs.checkpoint import Position
+from spalier.runs.evaluating import Evaluation
+from spalier.tasks.task import Task
+
+_REPEATS = 11
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block that is done."""
+
+    at: Position
+    target: float
+    task: Task
+    validation: Evaluation | None
+    test: Evaluation | None
+    plan: Plan | None
+
+    def row(self) -> dict[str, Any]:
+        """Numbers that are the same each time the run is made."""
+        density = self.task.description.density
+        return {
+            "task": self.task.name,
+            "block": self.at.block,
+            "target": self.target,
+            "channels": _share(density.channels),
+            "weights": _share(density.weights),
+            "macs": _share(density.macs),
+            "parameters": None if density.weights is None else density.weights[0],
+            "macs_left": None if density.macs is None else density.macs[0],
+            "learned": self.task.description.learned,
+            "validation": None if self.validation is None else self.validation.accuracy,
+            "test": None if self.test is None else self.test.accuracy,
+            "test_loss": None if self.test is None else self.test.loss,
+            "epochs": self.at.epochs,
+            "steps": self.at.step,
+        }
+
+
+def _share(pair: tuple[int, int] | None) -> float | None:
+    return None if pair is None else pair[0] / pair[1]
+
+
+def described(block: Block, row: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+    """Everything about a block, for whoever looks closer: confusions, and the units that are kept."""
+    seen = {"validation": block.validation, "test": block.test}
+    return {
+        "row": row,
+        "classes": list(classes),
+        "confusion": {name: None if e is None else e.confusion for name, e in seen.items()},
+        "kept": {} if block.plan is None else {n: list(units) for n, units in block.plan.keep.items()},
+        "ranks": {} if block.plan is None else {n: len(units) for n, units in block.plan.ranks.items()},
+    }
+
+
+@torch.no_grad()
+def latency_of(net: nn.Module, example: Tensor) -> float:
+    """Milliseconds that one sample takes: the median of a few, here and now."""
+    times = []
+    for _ in range(_REPEATS):
+        _wait(example)
+        start = time.perf_counter()
+        net(example)
+        _wait(example)
+        times.append(time.perf_counter() - start)
+    return round(1000 * median(times), 4)
+
+
+def _wait(example: Tensor) -> None:
+    if example.device.type == "cuda":
+        torch.cuda.synchronize(example.device)

@@ -1,0 +1,373 @@
+"""`TransferPruning`: everything that says what a run does, as plain data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from spalier.adapters.finetune import FineTune
+from spalier.adapters.splora import LoRA, SPLoRA
+from spalier.adapters.sppara import SPPaRA
+from spalier.criteria.criterion import Criterion
+from spalier.criteria.score import CRITERIA
+from spalier.criteria.simple import Random
+from spalier.errors import ConfigError, TaskFileError
+from spalier.runs.fields import check_known, checked, read, written
+from spalier.runs.recipes import settings
+from spalier.scheduling import agp, iterative
+from spalier.tasks.text import check_name
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from spalier.data.data import Data
+    from spalier.runs.results import Results
+
+METHODS: dict[str, type[Any]] = {
+    "splora": SPLoRA,
+    "sppara": SPPaRA,
+    "lora": LoRA,
+    "fine-pruning": FineTune,
+}
+SELECT_OPTIONS = ("normalise", "aggregate", "min_keep", "round_to", "protect", "rank")
+FREE = frozenset({"workers", "cache", "data_folder", "checkpoint_seconds", "trackers"})
+"""Settings that do not change what comes out, and may differ when a run goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferPruning:
+    """A run: learn a task on a frozen network, then score, select, prune and recover until the last density.
+
+    Settings that are None are the recipe's; a run writes down what they came to.
+
+    Args:
+        recipe: "fast", for small data, or "paper", section 4 of the paper.
+        name: what task files are called, before the density; by default the data's name.
+        network: resnet18, resnet34, resnet50, torchvision:NAME, timm:NAME, hf:NAME or module:function.
+        network_options: what else its constructor takes. Built-in networks get the CIFAR stem for images up to 64 pixels.
+        weights: a file of pretrained weights: safetensors, or .pth with tensors alone.
+        head: the classifier's module; by default it is looked for.
+        start: a task file to begin with, instead of a first block.
+        data: digits, cifar10, cifar100, flowers102, catsanddogs, folder:PATH or hf:NAME.
+        data_folder: where data sets lie; by default the environment variable SPALIER_DATA, or ./data.
+        size: the side of the images.
+        classes: the classes to learn, of those that the data have; by default all.
+        limit: at most so many training samples.
+        validation: the share of the training samples that every choice is made on.
+        labels: whether there are labels; without them the network learns from its teacher alone.
+        augment: whether training images are shifted and flipped.
+        skip_bad: whether to leave out files that cannot be read, and write down which.
+        cache: a folder for decoded images; by default they are kept in memory.
+        workers: processes that load data; 0 for none.
+        method: splora, sppara, lora or fine-pruning, the baseline that learns all weights.
+        rank: the adapters' rank, as for `SPLoRA`.
+        adapter: what else the adapter takes: kernel, cap, init_range.
+        criterion: what units are scored by, as for `score`.
+        criterion_options: what else the criterion takes, such as literal.
+        schedule: "iterative", "agp" or "one_shot".
+        end: the last density.
+        step: how much the iterative schedule takes each time.
+        steps: in how many steps the cubic one goes.
+        densities: the densities themselves, falling, instead of a schedule; bytes where that is the budget.
+        budget: what densities are of: channels, weights, macs, latency or bytes.
+        ranking: "global" or "local".
+        writers: "coupled", or "free": each layer of a residual stream keeps channels of its own.
+        select: what else `select` takes: normalise, aggregate, min_keep, round_to, protect, rank.
+        score_samples: how many training samples units are scored on.
+        recover_samples: how many the network is recovered on; they are in memory all at once.
+        recover: what is restored in closed form after each prune: "none", "norms" (statistics of batch norms) or "all".
+        epochs: of the first block.
+        epochs_each: after each prune.
+        epochs_last: after the last one; by default as after each.
+        batch: samples in a batch, of all processes together.
+        optimizer: "sgd" or "adamw".
+        rate: the learning rate.
+        scale_rate: whether it is for a batch of 256, and grows with the batch.
+        momentum: of SGD.
+        decay: weight decay.
+        decay_norms: whether norms and biases decay too.
+        rates: "step" (a fifth after each quarter of a block), "cosine" or "constant".
+        warmup: epochs over which the rate rises at the start of a block.
+        keep_optimizer: whether the optimizer's state goes on across a prune, cut along, instead of beginning anew.
+        smoothing: of labels.
+        clip: the largest norm of the gradient.
+        ema: the decay of a moving average of what learns; a block ends with the average.
+        keep: "last", or "best": a block ends with the epoch that was best on the validation samples.
+        validate_every: epochs between looks at the validation samples; 0 for the end of a block only.
+        distill: "self", to learn from the unpruned adapted network, or a task file of a better one.
+        distill_weight: the teacher's share of the loss.
+        temperature: at which teacher and network are compared.
+        precision: "no", "bf16" or "fp16".
+        channels_last: the memory layout of images and weights; by default on CPUs.
+        deterministic: PyTorch's deterministic algorithms, for runs that repeat to the bit.
+        seed: of everything random.
+        checkpoint_seconds: how much work may be lost, at most, when a run is killed.
+        trackers: besides metrics.jsonl: "auto" (TensorBoard where it is installed), or names that Accelerate knows.
+
+    >>> config = TransferPruning(recipe="paper", data="cifar10", rank=32)
+    >>> config.epochs, config.rate, config.targets()[:3], len(config.targets())
+    (30, 0.01, (0.95, 0.9, 0.85), 19)
+    """
+
+    recipe: Literal["fast", "paper"] = "fast"
+    name: str | None = None
+    network: str = "resnet18"
+    network_options: dict[str, Any] = field(default_factory=dict)
+    weights: str | None = None
+    head: str | None = None
+    start: str | None = None
+    data: str = "digits"
+    data_folder: str | None = None
+    size: int | None = None
+    classes: tuple[str, ...] | None = None
+    limit: int | None = None
+    validation: float = 0.1
+    labels: bool = True
+    augment: bool = True
+    skip_bad: bool = False
+    cache: str | None = None
+    workers: int = 0
+    method: Literal["splora", "sppara", "lora", "fine-pruning"] = "splora"
+    rank: int | float = 8
+    adapter: dict[str, Any] = field(default_factory=dict)
+    criterion: str = "taylor"
+    criterion_options: dict[str, Any] = field(default_factory=dict)
+    schedule: Literal["iterative", "agp", "one_shot"] | None = None
+    end: float | None = None
+    step: float = 0.05
+    steps: int = 5
+    densities: tuple[float, ...] | None = None
+    budget: Literal["channels", "weights", "macs", "latency", "bytes"] = "channels"
+    ranking: Literal["global", "local"] = "global"
+    writers: Literal["coupled", "free"] | None = None
+    select: dict[str, Any] = field(default_factory=dict)
+    score_samples: int = 1024
+    recover_samples: int = 256
+    recover: Literal["none", "norms", "all"] | None = None
+    epochs: int | None = None
+    epochs_each: int | None = None
+    epochs_last: int | None = None
+    batch: int | None = None
+    optimizer: Literal["sgd", "adamw"] | None = None
+    rate: float | None = None
+    scale_rate: bool | None = None
+    momentum: float = 0.9
+    decay: float | None = None
+    decay_norms: bool | None = None
+    rates: Literal["step", "cosine", "constant"] | None = None
+    warmup: float = 0.0
+    keep_optimizer: bool = False
+    smoothing: float = 0.0
+    clip: float | None = None
+    ema: float | None = None
+    keep: Literal["last", "best"] = "last"
+    validate_every: int = 0
+    distill: str | None = None
+    distill_weight: float = 0.5
+    temperature: float = 2.0
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    channels_last: bool | None = None
+    deterministic: bool = False
+    seed: int = 0
+    checkpoint_seconds: float = 60.0
+    trackers: tuple[str, ...] = ("auto",)
+
+    def __post_init__(self) -> None:
+        self._set("_given", {each.name: getattr(self, each.name) for each in fields(self)})
+        for each in fields(self):
+            self._set(each.name, checked(type(self), each.name, getattr(self, each.name)))
+        for name, value in settings(self.recipe, vars(self)).items():
+            if getattr(self, name) is None:
+                self._set(name, value)
+        self._set("epochs_last", self.epochs_each if self.epochs_last is None else self.epochs_last)
+        self._set("name", self.name or _name(self.data))
+        if self.network.startswith("resnet") and "stem" not in self.network_options and self._is_small():
+            self._set("network_options", {**self.network_options, "stem": "cifar"})
+        _check(self)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _is_small(self) -> bool:
+        small = self.data in ("digits", "cifar10", "cifar100")
+        return self.size <= 64 if self.size is not None else small
+
+    def run(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        network: nn.Module | None = None,
+        data: Data | None = None,
+        progress: bool = True,
+    ) -> Results:
+        """Carry it out in a folder, or go on with what was begun there; what came out, one row per density.
+
+        Args:
+            folder: where the run keeps its settings, metrics, checkpoint and task files.
+            network: a network of your own, instead of one by name; as it was afterwards.
+            data: data of your own, as `Data.of` makes them, instead of some by name.
+            progress: whether to show how far it is: a bar on a terminal, lines elsewhere.
+        """
+        from spalier.runs.run import run
+
+        return run(self, folder, network=network, data=data, progress=progress)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> TransferPruning:
+        """The settings in a YAML or TOML file, or those of a run's folder."""
+        file = Path(path) / "run.yaml" if Path(path).is_dir() else Path(path)
+        return TransferPruning.of(read(file), str(file))
+
+    @staticmethod
+    def of(given: Mapping[str, Any], where: str = "the configuration") -> TransferPruning:
+        """A configuration from settings by name; names that are none are refused."""
+        check_known(TransferPruning, given, where)
+        return TransferPruning(**given)
+
+    def to_yaml(self) -> str:
+        """All settings, as `load` reads them."""
+        return written(self)
+
+    def with_(self, **changes: Any) -> TransferPruning:
+        """The same but for some settings; those that nobody gave follow the recipe again.
+
+        >>> TransferPruning(rank=8).with_(seed=3).seed
+        3
+        """
+        check_known(TransferPruning, changes, "with_")
+        given: dict[str, Any] = vars(self)["_given"]
+        return TransferPruning(**{**given, **changes})
+
+    def targets(self) -> tuple[float, ...]:
+        """The densities after the first block, falling."""
+        if self.densities is not None:
+            return self.densities
+        assert self.end is not None
+        if self.schedule == "one_shot":
+            return (self.end,) if self.end < 1 else ()
+        if self.schedule == "agp":
+            found = [agp(i / self.steps, end=self.end) for i in range(1, self.steps + 1)]
+        else:
+            count = round((1 - self.end) / self.step + 0.4999999)
+            found = [iterative(i / (count + 1), end=self.end, step=self.step) for i in range(1, count + 1)]
+        return tuple(round(density, 6) for density in found if density < 1)
+
+    def epochs_of(self, block: int) -> int:
+        """How many epochs a block has; the first one is number 0."""
+        epochs = self.epochs if block == 0 else self.epochs_each
+        if block == len(self.targets()) > 0:
+            epochs = self.epochs_last
+        assert epochs is not None
+        return epochs
+
+    def adapter_(self) -> Any:
+        """The adapter that the method means."""
+        options = dict(self.adapter)
+        if self.method in ("splora", "lora"):
+            options["rank"] = self.rank
+        try:
+            return METHODS[self.method](**options)
+        except TypeError as error:
+            raise ConfigError(f"adapter has settings that {self.method} does not take: {error}") from error
+
+    def criterion_(self, block: int) -> Criterion:
+        """The criterion, for one block: random numbers are others each time."""
+        options = dict(self.criterion_options)
+        if CRITERIA[self.criterion] is Random:
+            options.setdefault("seed", self.seed * 1000 + block)
+        try:
+            made: Criterion = CRITERIA[self.criterion](**options)
+        except TypeError as error:
+            raise ConfigError(f"criterion_options do not fit {self.criterion}: {error}") from error
+        return made
+
+    @property
+    def initial_rate(self) -> float:
+        """The learning rate at the start of a block."""
+        assert self.rate is not None
+        assert self.batch is not None
+        return self.rate * self.batch / 256 if self.scale_rate else self.rate
+
+
+def _name(data: str) -> str:
+    """A task's name from the data's: letters, digits and dashes."""
+    last = Path(data.partition(":")[2] or data).name
+    kept = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in last).strip("-_")
+    return kept[:60] or "task"
+
+
+def _check(config: TransferPruning) -> None:
+    try:
+        check_name(config.name)
+    except TaskFileError as error:
+        raise ConfigError(f"name: {error}") from error
+    _check_numbers(config)
+    if config.criterion not in CRITERIA:
+        raise ConfigError(f"criterion is {config.criterion!r}, expected one of {', '.join(CRITERIA)}")
+    unknown = sorted(set(config.select) - set(SELECT_OPTIONS))
+    if unknown:
+        raise ConfigError(f"select has {unknown[0]!r}, expected some of {', '.join(SELECT_OPTIONS)}")
+    _check_densities(config)
+    if not config.labels and not config.distill:
+        raise ConfigError('labels is false, so there has to be a teacher; set distill: "self" and start, or a task file')
+    if not config.labels and config.distill == "self" and config.start is None:
+        raise ConfigError("labels is false and the network is to teach itself; set start to the task that it has learned")
+    if config.keep == "best" and not (config.validation and config.validate_every):
+        raise ConfigError('keep is "best", which needs validation above 0 and validate_every of at least 1')
+    config.adapter_()
+    config.criterion_(0)
+
+
+_AT_LEAST = {
+    **dict.fromkeys(("steps", "score_samples", "recover_samples", "batch"), 1),
+    **dict.fromkeys(("epochs", "epochs_each", "epochs_last", "workers", "validate_every", "seed"), 0),
+    **dict.fromkeys(("decay", "warmup", "checkpoint_seconds"), 0),
+}
+_BETWEEN = {
+    "validation": "[0, 1)",
+    "step": "(0, 1]",
+    "end": "(0, 1]",
+    "momentum": "[0, 1)",
+    "smoothing": "[0, 1)",
+    "ema": "(0, 1)",
+    "distill_weight": "(0, 1]",
+}
+_POSITIVE = ("rate", "clip", "temperature", "size", "limit")
+
+
+def _check_numbers(config: TransferPruning) -> None:
+    values = {name: getattr(config, name) for name in (*_AT_LEAST, *_BETWEEN, *_POSITIVE)}
+    for name, value in values.items():
+        if value is None:
+            continue
+        if name in _AT_LEAST and value < _AT_LEAST[name]:
+            raise ConfigError(f"{name} is {value!r}, expected at least {_AT_LEAST[name]}")
+        if name in _POSITIVE and value <= 0:
+            raise ConfigError(f"{name} is {value!r}, expected more than 0")
+        if name in _BETWEEN:
+            span = _BETWEEN[name]
+            above = value > 0 or (span[0] == "[" and value == 0)
+            below = value < 1 or (span[-1] == "]" and value == 1)
+            if not (above and below):
+                raise ConfigError(f"{name} is {value!r}, expected a number in {span}")
+
+
+def _check_densities(config: TransferPruning) -> None:
+    given = config.densities
+    if given is not None and (config.schedule or config.end is not None):
+        raise ConfigError("densities is given, and schedule or end too; expected the densities themselves or a schedule")
+    if given is None:
+        if config.budget == "bytes":
+            raise ConfigError("the budget is bytes, so densities has to list them, such as [300000, 100000]")
+        return
+    whole = config.budget == "bytes"
+    for density in given:
+        if whole and (density < 1 or density != int(density)):
+            raise ConfigError(f"densities has {density!r}, expected whole numbers of bytes")
+        if not whole and not 0 < density < 1:
+            raise ConfigError(f"densities has {density!r}, expected shares above 0 and below 1")
+    if list(given) != sorted(set(given), reverse=True):
+        raise ConfigError(f"densities is {list(given)}, expected falling numbers, each once")

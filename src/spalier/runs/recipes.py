@@ -1,0 +1,62 @@
+"""Recipes: what a setting is when nobody says otherwise.
+
+``paper`` is section 4 of *Structured Pruning Adapters*, as its text has it. ``fast`` is for small data and little time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "paper": {
+        "epochs": 30,
+        "epochs_each": 20,
+        "batch": 256,
+        "optimizer": "sgd",
+        "rate": 0.01,
+        "scale_rate": True,
+        "decay": 5e-4,
+        "decay_norms": True,
+        "rates": "step",
+        "schedule": "iterative",
+        "end": 0.05,
+        "writers": "free",
+        "recover": "none",
+    },
+    "fast": {
+        "epochs": 8,
+        "epochs_each": 4,
+        "batch": 64,
+        "optimizer": "adamw",
+        "rate": 1e-2,
+        "scale_rate": False,
+        "decay": 1e-4,
+        "decay_norms": False,
+        "rates": "cosine",
+        "densities": (0.7, 0.5, 0.3, 0.2, 0.1),
+        "writers": "coupled",
+        "recover": "norms",
+    },
+}
+"""Settings by recipe."""
+
+_LONGER = {"epochs": 100, "epochs_each": 50}  # the paper's, for its two smaller sets of larger images
+
+
+def settings(recipe: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recipe says for a data set and a method."""
+    found = dict(RECIPES[recipe])
+    if given["densities"] is not None or (recipe == "fast" and _has_schedule(given)):
+        found = {name: value for name, value in found.items() if name not in ("schedule", "end", "densities")}
+    if recipe == "fast" and _has_schedule(given):
+        found |= {"schedule": "iterative", "end": 0.1}
+    if recipe == "paper" and given["data"] in ("flowers102", "catsanddogs"):
+        found |= _LONGER
+    if recipe == "fast" and given["method"] == "fine-pruning":
+        found["rate"] = 1e-3  # whole weights move further at the same rate than two thin factors do
+    return found
+
+
+def _has_schedule(given: Mapping[str, Any]) -> bool:
+    return given["schedule"] is not None or given["end"] is not None

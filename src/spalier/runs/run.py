@@ -1,0 +1,199 @@
+"""From settings and a folder to results: everything that is set up before the loop, and taken down after it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from spalier.adapters.attach import detach_
+from spalier.adapters.attachment import is_marked
+from spalier.data.data import Data
+from spalier.data.open import open_data
+from spalier.distributed import from_first_rank
+from spalier.errors import AttachmentError, ConfigError, RunError, SpalierError
+from spalier.networks import head_of, logits_of, open_network
+from spalier.runs.config import TransferPruning
+from spalier.runs.engine import Engine
+from spalier.runs.folder import RunFolder
+from spalier.runs.machine import Machine
+from spalier.runs.results import Results
+
+_LOG = logging.getLogger("spalier")
+_GIVEN = "given:"
+
+
+def run(
+    config: TransferPruning,
+    folder: str | os.PathLike[str],
+    *,
+    network: nn.Module | None = None,
+    data: Data | None = None,
+    progress: bool = True,
+) -> Results:
+    """Carry a run out, or go on with it, or see that it is done."""
+    config = _with_given(config, network, data)
+    where = RunFolder(folder)
+    if where.results.exists():
+        where.open_(config)
+        return Results.load(where.path)
+    with contextlib.ExitStack() as stack:
+        machine = stack.enter_context(_machine(config, where))
+        stack.enter_context(_opened(where, config, machine))
+        machine.track()
+        stack.enter_context(_faults(config, where))
+        stack.enter_context(_randomness(config))
+        samples = data if data is not None else _data(config)
+        net = network if network is not None else _network(config, samples)
+        head = config.head or head_of(net, classes=len(samples.classes))
+        stack.enter_context(_as_before(net, machine))
+        _check_outputs(net, samples, machine)
+        engine = Engine(config, where, net, head, samples, machine, _digest(net))
+        return engine.go(progress)
+
+
+def _with_given(config: TransferPruning, network: nn.Module | None, data: Data | None) -> TransferPruning:
+    """Settings that name what was given as an object, so that a run which goes on asks for it again."""
+    if network is not None:
+        if is_marked(network):
+            raise AttachmentError("the network is adapted already; call spalier.detach_(net) first")
+        config = config.with_(network=f"{_GIVEN}{type(network).__name__}")
+    if data is not None:
+        config = config.with_(data=f"{_GIVEN}{data.name}")
+    for what, given in (("network", network), ("data", data)):
+        if given is None and getattr(config, what).startswith(_GIVEN):
+            raise ConfigError(f"the run was given its {what} as an object; pass {what}= again to go on")
+    return config
+
+
+@contextlib.contextmanager
+def _machine(config: TransferPruning, folder: RunFolder) -> Iterator[Machine]:
+    machine = Machine(config, folder)
+    try:
+        yield machine
+    finally:
+        machine.close()
+
+
+@contextlib.contextmanager
+def _opened(folder: RunFolder, config: TransferPruning, machine: Machine) -> Iterator[None]:
+    """The first process opens the folder and keeps it; what is wrong with it is wrong for all."""
+    with contextlib.ExitStack() as stack:
+
+        def attempt() -> SpalierError | None:
+            try:
+                stack.enter_context(folder.locked())
+                folder.open_(config)
+            except SpalierError as error:
+                return error
+            return None
+
+        error = from_first_rank(attempt)
+        if error is not None:
+            raise error
+        yield
+
+
+@contextlib.contextmanager
+def _faults(config: TransferPruning, folder: RunFolder) -> Iterator[None]:
+    """Out of memory, said in words."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        words = str(error)
+        full = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in words
+        if not full:
+            raise
+        raise RunError(
+            "memory",
+            f"memory ran out with batches of {config.batch} ({' '.join(words.split())[:200] or 'MemoryError'}); the last "
+            f"checkpoint in {str(folder.path)!a} is whole: free some memory and run again, or begin another run with a "
+            "smaller batch, size or score_samples",
+        ) from error
+
+
+@contextlib.contextmanager
+def _randomness(config: TransferPruning) -> Iterator[None]:
+    """Leave the caller's random state and choice of algorithms as they were."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with torch.random.fork_rng():
+        if config.deterministic:
+            torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextlib.contextmanager
+def _as_before(net: nn.Module, machine: Machine) -> Iterator[None]:
+    """Use a network, and give it back without adapters, where and how it was."""
+    first = next(net.parameters(), None)
+    device, training = (first.device if first is not None else machine.device), net.training
+    net.to(machine.device)
+    try:
+        yield
+    finally:
+        if is_marked(net):
+            detach_(net)
+        net.to(device).train(training)
+
+
+def _data(config: TransferPruning) -> Data:
+    return open_data(
+        config.data,
+        folder=config.data_folder,
+        size=config.size,
+        validation=config.validation,
+        seed=config.seed,
+        skip_bad=config.skip_bad,
+        labels=config.labels,
+        cache=config.cache,
+        limit=config.limit,
+        classes=config.classes,
+    )
+
+
+def _network(config: TransferPruning, data: Data) -> nn.Module:
+    if config.weights is None and not config.network.startswith(("hf:", "timm:", "torchvision:")) and ":" not in config.network:
+        _LOG.warning("%s starts from random weights; set weights to a file of pretrained ones", config.network)
+    return open_network(
+        config.network,
+        classes=len(data.classes),
+        weights=config.weights,
+        seed=config.seed,
+        **config.network_options,
+    )
+
+
+@torch.no_grad()
+def _check_outputs(net: nn.Module, data: Data, machine: Machine) -> None:
+    example = torch.zeros(2, *data.shape, device=machine.device)
+    net.eval()
+    try:
+        logits = logits_of(net(example))
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise RunError(
+            "classes", f"the network does not run on images of {data.shape}: {error}; set size, or another network"
+        ) from error
+    if logits.dim() != 2 or logits.shape[1] != len(data.classes):
+        raise RunError(
+            "classes",
+            f"the network returns {tuple(logits.shape[1:])} numbers for a sample, and {data.name} has "
+            f"{len(data.classes)} classes; give the network a head with that many outputs",
+        )
+
+
+def _digest(net: nn.Module) -> str:
+    """One number for all values of the base."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(net.state_dict().items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

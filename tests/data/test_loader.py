@@ -1,0 +1,252 @@
+"""Batches are the same whatever the number of workers, processes and restarts; faults are said."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset
+
+from spalier.data.data import Data
+from spalier.data.loader import Loader
+from spalier.data.open import open_data
+from spalier.data.part import Pixels
+from spalier.data.samples import small
+from spalier.errors import ConfigError, DataError
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on machines of few cores
+
+
+@pytest.fixture(scope="module")
+def part():
+    return open_data("digits", limit=100).train
+
+
+def numbered(count):
+    """Sample i has label i, so that labels tell which samples came."""
+    images = np.zeros((count, 4, 4, 3), np.uint8)
+    return Pixels(images, np.arange(count), np.arange(count), small(4, (0.5,) * 3, (0.5,) * 3))
+
+
+def epoch(loader, number=0, start=0):
+    with loader:
+        return list(loader.epoch(number, start))
+
+
+def same(one, other):
+    assert len(one) == len(other)
+    for (x, y), (z, w) in zip(one, other, strict=True):
+        assert torch.equal(x, z)
+        assert torch.equal(y, w)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_change_nothing(part, workers):
+    alone = Loader(part, batch=16, seed=5)
+    with Loader(part, batch=16, seed=5, workers=workers) as shared:
+        before = torch.random.get_rng_state()
+        for number in (0, 1, 0):
+            same(list(shared.epoch(number)), list(alone.epoch(number)))
+        same(list(shared.epoch(2, start=3)), list(alone.epoch(2))[3:])
+        assert torch.equal(torch.random.get_rng_state(), before)
+        assert all(
+            x.is_contiguous(memory_format=torch.channels_last) for x, _ in [next(iter(shared.epoch(1)))]
+        )
+
+
+def test_any_batch_can_be_had_again(part):
+    loader = Loader(part, batch=16, seed=5)
+    every = list(loader.epoch(7))
+    for start in range(len(loader) + 1):
+        same(list(loader.epoch(7, start)), every[start:])
+    with pytest.raises(ConfigError, match="at most"):
+        loader.epoch(7, len(loader) + 1)
+
+
+def test_epochs_and_seeds_differ(part):
+    batches = {
+        (s, e): next(Loader(part, batch=16, seed=s).epoch(e))[0] for s, e in ((0, 0), (0, 1), (1, 0), (1, 1))
+    }
+    values = list(batches.values())
+    assert not any(torch.equal(a, b) for i, a in enumerate(values) for b in values[:i])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(1, 50),
+    batch=st.integers(1, 12),
+    world=st.integers(1, 4),
+    shuffle=st.booleans(),
+    drop=st.booleans(),
+    start=st.integers(0, 3),
+)
+def test_all_processes_together_see_what_one_sees(count, batch, world, shuffle, drop, start):
+    batch *= world
+    if drop and count < batch and count % world:
+        with pytest.raises(ConfigError, match="shared equally"):
+            Loader(numbered(count), batch=batch, world=world, drop_last=drop)
+        return
+    make = lambda rank, of: Loader(  # noqa: E731
+        numbered(count), batch, seed=3, shuffle=shuffle, drop_last=drop, rank=rank, world=of
+    )
+    one = make(0, 1)
+    start = min(start, len(one))
+    expected = [labels.tolist() for _, labels in one.epoch(2, start)]
+    shares = [[labels.tolist() for _, labels in make(r, world).epoch(2, start)] for r in range(world)]
+    for i, whole in enumerate(expected):
+        for rank in range(world):
+            mine = whole[rank::world]
+            assert (shares[rank][i] if i < len(shares[rank]) else []) == mine
+    seen = sorted(n for whole in expected for n in whole)
+    if start == 0 and not drop:
+        assert seen == list(range(count))
+        assert len(one) == -(-count // batch)
+    assert len(set(seen)) == len(seen)
+    if drop:
+        assert all(len(whole) == min(batch, count) for whole in expected)
+        assert len(one) == max(1, count // batch)
+
+
+def test_a_set_smaller_than_a_batch_is_one_batch():
+    loader = Loader(numbered(5), batch=256)
+    assert len(loader) == 1
+    assert sorted(next(loader.epoch(0))[1].tolist()) == [0, 1, 2, 3, 4]
+
+
+def test_evaluation_is_in_order_and_not_augmented(part):
+    loader = Loader(part, batch=32, shuffle=False, drop_last=False)
+    assert loader.augment == "none"
+    found = list(loader.epoch(9))
+    expected, labels = part.fetch(np.arange(len(part)), None)
+    assert torch.equal(torch.cat([x for x, _ in found]), expected)
+    assert torch.equal(torch.cat([y for _, y in found]), labels)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch": 10, "world": 4}, "shared equally"),
+        ({"rank": 2, "world": 2}, "less than the 2"),
+        ({"batch": 0}, "batch is 0"),
+        ({"batch": 2.5}, "integer"),
+        ({"workers": -1}, "workers is -1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"augment": "mixup"}, "mixup"),
+        ({"world": True}, "world is True"),
+    ],
+)
+def test_options_are_checked(options, says):
+    with pytest.raises(ConfigError, match=says):
+        Loader(numbered(8), **options)
+
+
+def test_nothing_to_load_is_said():
+    with pytest.raises(DataError, match="no samples"):
+        Loader(numbered(0))
+    with pytest.raises(ConfigError, match="epoch is -1"):
+        Loader(numbered(4)).epoch(-1)
+
+
+def test_an_epoch_that_was_left_gives_nothing_of_the_next(part):
+    with Loader(part, batch=16, workers=1) as loader:
+        left = loader.epoch(0)
+        next(left)
+        second = loader.epoch(1)
+        same([next(second)], [next(Loader(part, batch=16).epoch(1))])
+        with pytest.raises(ConfigError, match="left for another"):
+            next(left)
+
+
+def test_workers_end_with_the_loader(part):
+    before = len(multiprocessing.active_children())
+    loader = Loader(part, batch=16, workers=2)
+    batches = loader.epoch(0)
+    next(batches)
+    assert len(multiprocessing.active_children()) >= before + 2
+    loader.close()
+    assert len(multiprocessing.active_children()) == before
+    loader.close()
+    with pytest.raises(ConfigError, match="closed"):
+        next(batches)
+    same(epoch(loader), epoch(Loader(part, batch=16)))  # it starts anew when it is asked
+
+
+class Deadly(Dataset):
+    """Kills the worker that asks for a certain sample."""
+
+    classes = ("a", "b")
+
+    def __init__(self, fatal, parent):
+        self.fatal, self.parent, self.targets = fatal, parent, [0, 1] * 10
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, i):
+        if i == self.fatal and os.getpid() != self.parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.zeros(3, 4, 4), self.targets[i]
+
+
+def test_a_dead_worker_is_an_error_that_helps():
+    data = Data.of(Deadly(13, os.getpid()))
+    loader = Loader(data.train, batch=5, shuffle=False, workers=1)
+    batches = loader.epoch(0)
+    next(batches)
+    while all(worker.is_alive() for worker in multiprocessing.active_children()):
+        sum(range(1000))  # the worker dies while this process is busy elsewhere, and nothing is raised here
+    with pytest.raises(DataError, match="worker died") as error:
+        for _ in batches:
+            pass
+    assert "fewer" in str(error.value)
+    assert "memory" in str(error.value)
+    assert "SIGKILL" in str(error.value)
+    assert not multiprocessing.active_children()
+    assert len(epoch(Loader(data.train, batch=5, shuffle=False))) == 4  # without workers it lives
+    loader.close()
+
+
+class Failing(Deadly):
+    def __getitem__(self, i):
+        if i == self.fatal:
+            raise OSError("the disk is gone")
+        return torch.zeros(3, 4, 4), self.targets[i]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_item_that_fails_is_named(workers):
+    data = Data.of(Failing(None, os.getpid()))
+    data.train.dataset.fatal = 13
+    with Loader(data.train, batch=5, shuffle=False, workers=workers) as loader:
+        batches = loader.epoch(0)
+        next(batches)
+        with pytest.raises(DataError, match="sample 13 cannot be had: OSError: the disk is gone") as error:
+            list(batches)
+    assert "__getitem__" in "".join(error.value.__notes__)
+
+
+def test_a_process_that_ends_leaves_no_workers():
+    code = """
+    import os
+    from spalier.data.loader import Loader
+    from spalier.data.open import open_data
+    loader = Loader(open_data("digits").train, batch=16, workers=2)
+    next(loader.epoch(0))
+    print(*[worker.pid for worker in loader._loader._iterator._workers])
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0, run.stderr
+    pids = [int(pid) for pid in run.stdout.split()]
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

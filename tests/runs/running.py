@@ -1,0 +1,65 @@
+"""Runs that take a second or two: a small network on some of the digits."""
+
+import json
+from pathlib import Path
+
+import torch.nn.functional as F
+from torch import nn
+from trained import Block
+
+from spalier.runs.config import TransferPruning
+
+NETWORK = "running:small"
+QUICK = {
+    "network": NETWORK,
+    "limit": 200,
+    "epochs": 2,
+    "epochs_each": 1,
+    "densities": (0.6, 0.3),
+    "batch": 32,
+    "score_samples": 64,
+    "recover_samples": 64,
+    "trackers": (),
+    "deterministic": True,
+}
+TIMES = ("seconds", "latency_ms")
+
+
+class Small(nn.Module):
+    """A residual network for images of three channels."""
+
+    def __init__(self, classes: int = 10, width: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.layers = nn.Sequential(Block(width, width, 1), Block(width, 2 * width, 2))
+        self.dropout = nn.Dropout(dropout)
+        self.fc = nn.Linear(2 * width, classes)
+
+    def forward(self, x):
+        x = self.layers(F.relu(self.bn1(self.conv1(x))))
+        return self.fc(self.dropout(x.mean((2, 3))))
+
+
+def small(classes: int = 10, width: int = 8, dropout: float = 0.0) -> nn.Module:
+    return Small(classes, width, dropout)
+
+
+def quick(**changes) -> TransferPruning:
+    return TransferPruning(**{**QUICK, **changes})
+
+
+def outcome(folder: Path) -> dict:
+    """All that a run leaves, but for how long it took."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    blocks = [json.loads(path.read_text()) for path in sorted((folder / "blocks").iterdir())]
+    return {
+        "tasks": {path.name: path.read_bytes() for path in sorted((folder / "tasks").glob("*.safetensors"))},
+        "metrics": [_timeless(line) for line in lines],
+        "blocks": [{**block, "row": _timeless(block["row"])} for block in blocks],
+        "rows": [_timeless(row) for row in json.loads((folder / "results.json").read_text())["rows"]],
+    }
+
+
+def _timeless(row: dict) -> dict:
+    return {name: value for name, value in row.items() if name not in TIMES}

@@ -1,0 +1,244 @@
+"""A run that is killed goes on to the same bits as one that never was."""
+
+import json
+import os
+import pickletools
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+from running import outcome, quick
+
+from spalier import tracing
+from spalier.errors import RunError
+from spalier.runs.config import TransferPruning
+from spalier.runs.engine import Engine
+from spalier.tasks import files
+
+ROOT = Path(__file__).parents[2]
+
+
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches a kill."""
+
+
+def killed_at(monkeypatch, moment: int, owner, name: str, *, after: bool) -> None:
+    """Let the ``moment``-th call of a function be the last thing that happens."""
+    real, calls = getattr(owner, name), [0]
+
+    def call(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] == moment and not after:
+            raise Killed
+        found = real(*args, **kwargs)
+        if calls[0] == moment:
+            raise Killed
+        return found
+
+    monkeypatch.setattr(owner, name, call)
+
+
+VARIANTS = {
+    "splora": {},
+    "fine-pruning with momentum that goes on": {
+        "method": "fine-pruning",
+        "optimizer": "sgd",
+        "rate": 0.01,
+        "keep_optimizer": True,
+    },
+    "free writers, taught by itself, with dropout": {
+        "writers": "free",
+        "distill": "self",
+        "network_options": {"dropout": 0.3},
+        "recover": "all",
+    },
+    "average and best": {"ema": 0.9, "keep": "best", "validate_every": 1, "epochs_each": 2},
+    "sppara, random, weights": {"method": "sppara", "criterion": "random", "budget": "weights"},
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What each variant comes to when nothing happens to it."""
+    found = {}
+
+    def of(variant: str):
+        if variant not in found:
+            folder = tmp_path_factory.mktemp("whole") / "run"
+            quick(**VARIANTS[variant], checkpoint_seconds=0).run(folder, progress=False)
+            found[variant] = outcome(folder)
+        return found[variant]
+
+    return of
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_killed_in_the_middle_of_everything(tmp_path, monkeypatch, whole, variant):
+    config = quick(**VARIANTS[variant], checkpoint_seconds=0)
+    folder = tmp_path / "run"
+    kills = 0
+    for name, moment, after in (
+        ("_step_", 3, False),
+        ("_end_epoch_", 1, True),
+        ("_finish_", 1, False),
+        ("_row", 1, True),
+        ("_score_", 1, False),
+        ("_prune_", 1, False),
+        ("_prune_", 1, True),
+        ("_step_", 2, True),
+        ("_finish_", 1, True),
+    ):
+        with monkeypatch.context() as patch:
+            killed_at(patch, moment, Engine, name, after=after)
+            try:
+                config.run(folder, progress=False)
+            except Killed:
+                kills += 1
+    config.run(folder, progress=False)
+    assert kills >= 8
+    assert outcome(folder) == whole(variant)
+
+
+def test_killed_at_every_write(tmp_path, monkeypatch, whole):
+    """Before and after each file is put in place, one after the other: the folder is never half of something."""
+    config = quick(checkpoint_seconds=1000)
+    folder = tmp_path / "run"
+    kills = 0
+    structures = {}
+    trace = tracing.trace
+
+    def remembered(net, example):  # each start traces the same network
+        return structures.setdefault("small", None) or structures.update(small=trace(net, example)) or structures["small"]
+
+    monkeypatch.setattr(tracing, "trace", remembered)
+    while kills < 60:
+        with monkeypatch.context() as patch:
+            killed_at(patch, kills % 5 + 1, files, "write", after=kills // 5 % 2 == 1)
+            try:
+                config.run(folder, progress=False)
+            except Killed:
+                kills += 1
+                continue
+        break
+    assert 6 < kills < 60
+    assert outcome(folder) == whole("splora")
+
+
+SCRIPT = """
+import signal, sys
+sys.path[:0] = {path!r}
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may have ignored it
+import torch
+torch.set_num_threads(1)
+from running import quick
+quick(epochs=3, checkpoint_seconds={seconds}).run(sys.argv[1], progress=False)
+"""
+
+
+def start(folder: Path, seconds: float = 0.05) -> subprocess.Popen:
+    path = [str(ROOT / "tests"), str(ROOT / "tests/runs"), str(ROOT / "tools")]
+    code = SCRIPT.format(path=path, seconds=seconds)
+    return subprocess.Popen([sys.executable, "-c", code, str(folder)], stderr=subprocess.PIPE, text=True)
+
+
+def test_killed_for_real(tmp_path):
+    """kill -9 at random moments of a process."""
+    moments = random.Random(5)
+    never = tmp_path / "never"
+    quick(epochs=3).run(never, progress=False)
+    folder = tmp_path / "killed"
+    kills = 0
+    for _ in range(12):
+        process = start(folder)
+        begun = folder / "checkpoint.safetensors"
+        while not begun.exists() and process.poll() is None:
+            time.sleep(0.02)
+        time.sleep(moments.uniform(0.0, 1.5))
+        process.kill()
+        _, words = process.communicate()
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, words
+        kills += 1
+    quick(epochs=3).run(folder, progress=False)
+    assert kills
+    assert outcome(folder) == outcome(never)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop(tmp_path, number):
+    """Ctrl-C and SIGTERM end a run after a step, with a checkpoint of it."""
+    folder = tmp_path / "run"
+    process = start(folder, seconds=1000)
+    while not (folder / "metrics.jsonl").exists() and process.poll() is None:
+        time.sleep(0.01)
+    os.kill(process.pid, number)
+    _, words = process.communicate(timeout=60)
+    if number == signal.SIGTERM:
+        assert process.returncode == 128 + 15, words
+    else:
+        assert process.returncode in (1, -signal.SIGINT), words  # as Python ends; the words say why
+        assert words.rstrip().endswith("KeyboardInterrupt")
+    assert not (folder / "results.json").exists()
+    steps = int(next(folder.glob("checkpoint-*")).name.split("-")[-1].split(".")[0])
+    assert steps >= 5  # nothing of the epochs that were done is lost
+    quick(epochs=3).run(folder, progress=False)
+    never = tmp_path / "never"
+    quick(epochs=3).run(never, progress=False)
+    assert outcome(folder) == outcome(never)
+
+
+def test_done_is_done(tmp_path):
+    folder = tmp_path / "run"
+    config = quick(densities=(0.5,), epochs=1)
+    first = config.run(folder, progress=False)
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in _files(folder)}
+    again = config.run(folder, progress=False)
+    assert again.rows == first.rows
+    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in _files(folder)} == before
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def test_other_settings_are_refused_with_the_difference(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        killed_at(patch, 1, Engine, "_score_", after=False)
+        with pytest.raises(Killed):
+            quick().run(folder, progress=False)
+    before = {path: path.read_bytes() for path in _files(folder)}
+    with pytest.raises(RunError, match="rank") as caught:
+        quick(rank=4, seed=1).run(folder, progress=False)
+    assert caught.value.code == "changed"
+    lines = str(caught.value).splitlines()
+    assert [line.split() for line in lines if line.startswith(("rank", "seed"))] == [
+        ["rank", "8", "4"],
+        ["seed", "0", "1"],
+    ]
+    assert {path: path.read_bytes() for path in _files(folder)} == before
+    quick(checkpoint_seconds=7, workers=0).run(folder, progress=False)  # changes nothing that comes out
+    assert TransferPruning.load(folder) == quick()
+
+
+def test_nothing_in_the_folder_is_a_pickle(tmp_path):
+    folder = tmp_path / "run"
+    quick(epochs=1, densities=(0.5,), trackers=("tensorboard",)).run(folder, progress=False)
+    kinds = {"".join(path.suffixes[-2:]) or path.name for path in _files(folder)}
+    for path in _files(folder):
+        data = path.read_bytes()
+        assert not data.startswith(b"PK"), path  # as torch.save begins
+        if path.suffix == ".json":
+            json.loads(data)
+        elif path.suffix == ".safetensors":
+            safetensors.torch.load(data)
+        elif data[:1] == b"\x80":
+            with pytest.raises(ValueError, match="."):
+                list(pickletools.genops(data))
+    assert {".yaml", ".jsonl", ".task.safetensors", ".safetensors", ".json"} <= kinds
