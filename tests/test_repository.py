@@ -30,7 +30,8 @@ LAYERS = [
     {"attaching", "criteria"},
     {"budget"},
     {"scheduling"},
-    {"tasks"},
+    {"tasks", "networks", "data"},
+    {"runs", "integrations"},
 ]
 ADAPTER_LAYERS = [
     {"layers", "window", "finetune", "summary", "readers", "changes"},
@@ -78,6 +79,18 @@ TASKS_LAYERS = [
     {"store"},
     {"switcher"},
 ]
+RUNS_LAYERS = [
+    {"fields", "recipes", "rates", "losses", "syncing", "progress", "stopping", "seeds", "results"},
+    {"config", "evaluating"},
+    {"folder", "learning"},
+    {"checkpoint", "machine"},
+    {"blocks"},
+    {"engine"},
+    {"run"},
+    {"transfer"},
+    {"sweep"},
+    {"places"},
+]
 BUDGET_LAYERS = [{"meter", "ranking"}, {"latency"}, {"select"}]
 PACKAGES = {
     "adapters": ADAPTER_LAYERS,
@@ -86,6 +99,7 @@ PACKAGES = {
     "criteria": CRITERIA_LAYERS,
     "budget": BUDGET_LAYERS,
     "tasks": TASKS_LAYERS,
+    "runs": RUNS_LAYERS,
 }
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from spalier.pruning.plan import Plan
     from spalier.pruning.prune import prune_
     from spalier.pruning.recovery import Recovery
+    from spalier.runs.transfer import TransferPruning
     from spalier.scheduling import Schedule
     from spalier.structure.structure import Structure
     from spalier.tasks.store import Store
@@ -41,6 +42,7 @@ __all__ = [
     "Structure",
     "Switcher",
     "Task",
+    "TransferPruning",
     "attach_",
     "count",
     "criteria",
@@ -66,6 +68,7 @@ _LATER = {
     "Structure": "structure.structure",
     "Switcher": "tasks.switcher",
     "Task": "tasks.task",
+    "TransferPruning": "runs.transfer",
     "kept_units": "pruning.kept",
     "prune_": "pruning.prune",
     "resizes": "pruning.attributes",

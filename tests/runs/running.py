@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from trained import Block
 
-from spalier.runs.config import TransferPruning
+from spalier.runs.transfer import TransferPruning
 
 NETWORK = "running:small"
 QUICK = {

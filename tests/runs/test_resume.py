@@ -16,7 +16,7 @@ from running import outcome, quick
 
 from spalier import tracing
 from spalier.errors import RunError
-from spalier.runs.config import TransferPruning
+from spalier.runs.transfer import TransferPruning
 from spalier.runs.engine import Engine
 from spalier.tasks import files
 
@@ -113,7 +113,11 @@ def test_killed_at_every_write(tmp_path, monkeypatch, whole):
     trace = tracing.trace
 
     def remembered(net, example):  # each start traces the same network
-        return structures.setdefault("small", None) or structures.update(small=trace(net, example)) or structures["small"]
+        return (
+            structures.setdefault("small", None)
+            or structures.update(small=trace(net, example))
+            or structures["small"]
+        )
 
     monkeypatch.setattr(tracing, "trace", remembered)
     while kills < 60:

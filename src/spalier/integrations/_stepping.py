@@ -86,7 +86,7 @@ class Stepper:
         net = self.part(module)
         structure = structure_of(net, self.schedule.structure)
         ranks = {n: range(kept["ranks"].get(n, u.rank)) for n, u in _adapters(net).items()}
-        prune_(net, Plan(structure, kept["streams"]))
+        prune_(net, Plan(structure, kept["streams"], ranks=ranks))
         if kept["writers"]:
             prune_(net, Plan(structure, kept["writers"], writers="free"))
 

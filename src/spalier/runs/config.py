@@ -1,4 +1,4 @@
-"""`TransferPruning`: everything that says what a run does, as plain data."""
+"""`Settings`: everything that says what a run does, as plain data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Self
 
 from spalier.adapters.finetune import FineTune
 from spalier.adapters.splora import LoRA, SPLoRA
@@ -20,12 +20,6 @@ from spalier.runs.recipes import settings
 from spalier.scheduling import agp, iterative
 from spalier.tasks.text import check_name
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from spalier.data.data import Data
-    from spalier.runs.results import Results
-
 METHODS: dict[str, type[Any]] = {
     "splora": SPLoRA,
     "sppara": SPPaRA,
@@ -38,10 +32,8 @@ FREE = frozenset({"workers", "cache", "data_folder", "checkpoint_seconds", "trac
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransferPruning:
-    """A run: learn a task on a frozen network, then score, select, prune and recover until the last density.
-
-    Settings that are None are the recipe's; a run writes down what they came to.
+class Settings:
+    """The settings of a run. Those that are None are the recipe's; a run writes down what they came to.
 
     Args:
         recipe: "fast", for small data, or "paper", section 4 of the paper.
@@ -107,7 +99,7 @@ class TransferPruning:
         checkpoint_seconds: how much work may be lost, at most, when a run is killed.
         trackers: besides metrics.jsonl: "auto" (TensorBoard where it is installed), or names that Accelerate knows.
 
-    >>> config = TransferPruning(recipe="paper", data="cifar10", rank=32)
+    >>> config = Settings(recipe="paper", data="cifar10", rank=32)
     >>> config.epochs, config.rate, config.targets()[:3], len(config.targets())
     (30, 0.01, (0.95, 0.9, 0.85), 19)
     """
@@ -195,51 +187,31 @@ class TransferPruning:
         small = self.data in ("digits", "cifar10", "cifar100")
         return self.size <= 64 if self.size is not None else small
 
-    def run(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        network: nn.Module | None = None,
-        data: Data | None = None,
-        progress: bool = True,
-    ) -> Results:
-        """Carry it out in a folder, or go on with what was begun there; what came out, one row per density.
-
-        Args:
-            folder: where the run keeps its settings, metrics, checkpoint and task files.
-            network: a network of your own, instead of one by name; as it was afterwards.
-            data: data of your own, as `Data.of` makes them, instead of some by name.
-            progress: whether to show how far it is: a bar on a terminal, lines elsewhere.
-        """
-        from spalier.runs.run import run
-
-        return run(self, folder, network=network, data=data, progress=progress)
-
-    @staticmethod
-    def load(path: str | os.PathLike[str]) -> TransferPruning:
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """The settings in a YAML or TOML file, or those of a run's folder."""
         file = Path(path) / "run.yaml" if Path(path).is_dir() else Path(path)
-        return TransferPruning.of(read(file), str(file))
+        return cls.of(read(file), str(file))
 
-    @staticmethod
-    def of(given: Mapping[str, Any], where: str = "the configuration") -> TransferPruning:
+    @classmethod
+    def of(cls, given: Mapping[str, Any], where: str = "the configuration") -> Self:
         """A configuration from settings by name; names that are none are refused."""
-        check_known(TransferPruning, given, where)
-        return TransferPruning(**given)
+        check_known(cls, given, where)
+        return cls(**given)
 
     def to_yaml(self) -> str:
         """All settings, as `load` reads them."""
         return written(self)
 
-    def with_(self, **changes: Any) -> TransferPruning:
+    def with_(self, **changes: Any) -> Self:
         """The same but for some settings; those that nobody gave follow the recipe again.
 
-        >>> TransferPruning(rank=8).with_(seed=3).seed
+        >>> Settings(rank=8).with_(seed=3).seed
         3
         """
-        check_known(TransferPruning, changes, "with_")
+        check_known(type(self), changes, "with_")
         given: dict[str, Any] = vars(self)["_given"]
-        return TransferPruning(**{**given, **changes})
+        return type(self)(**{**given, **changes})
 
     def targets(self) -> tuple[float, ...]:
         """The densities after the first block, falling."""
@@ -299,7 +271,7 @@ def _name(data: str) -> str:
     return kept[:60] or "task"
 
 
-def _check(config: TransferPruning) -> None:
+def _check(config: Settings) -> None:
     try:
         check_name(config.name)
     except TaskFileError as error:
@@ -312,9 +284,13 @@ def _check(config: TransferPruning) -> None:
         raise ConfigError(f"select has {unknown[0]!r}, expected some of {', '.join(SELECT_OPTIONS)}")
     _check_densities(config)
     if not config.labels and not config.distill:
-        raise ConfigError('labels is false, so there has to be a teacher; set distill: "self" and start, or a task file')
+        raise ConfigError(
+            'labels is false, so there has to be a teacher; set distill: "self" and start, or a task file'
+        )
     if not config.labels and config.distill == "self" and config.start is None:
-        raise ConfigError("labels is false and the network is to teach itself; set start to the task that it has learned")
+        raise ConfigError(
+            "labels is false and the network is to teach itself; set start to the task that it has learned"
+        )
     if config.keep == "best" and not (config.validation and config.validate_every):
         raise ConfigError('keep is "best", which needs validation above 0 and validate_every of at least 1')
     config.adapter_()
@@ -338,7 +314,7 @@ _BETWEEN = {
 _POSITIVE = ("rate", "clip", "temperature", "size", "limit")
 
 
-def _check_numbers(config: TransferPruning) -> None:
+def _check_numbers(config: Settings) -> None:
     values = {name: getattr(config, name) for name in (*_AT_LEAST, *_BETWEEN, *_POSITIVE)}
     for name, value in values.items():
         if value is None:
@@ -355,10 +331,12 @@ def _check_numbers(config: TransferPruning) -> None:
                 raise ConfigError(f"{name} is {value!r}, expected a number in {span}")
 
 
-def _check_densities(config: TransferPruning) -> None:
+def _check_densities(config: Settings) -> None:
     given = config.densities
     if given is not None and (config.schedule or config.end is not None):
-        raise ConfigError("densities is given, and schedule or end too; expected the densities themselves or a schedule")
+        raise ConfigError(
+            "densities is given, and schedule or end too; expected the densities themselves or a schedule"
+        )
     if given is None:
         if config.budget == "bytes":
             raise ConfigError("the budget is bytes, so densities has to list them, such as [300000, 100000]")

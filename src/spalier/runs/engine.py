@@ -33,7 +33,7 @@ from spalier.pruning.recovery import Recovery
 from spalier.runs import losses
 from spalier.runs.blocks import Block, described, latency_of
 from spalier.runs.checkpoint import Checkpoint, Position, load_checkpoint, save_checkpoint
-from spalier.runs.config import TransferPruning
+from spalier.runs.config import Settings
 from spalier.runs.evaluating import Evaluation, evaluate
 from spalier.runs.folder import RunFolder
 from spalier.runs.learning import (
@@ -65,7 +65,7 @@ class Engine:
 
     def __init__(
         self,
-        config: TransferPruning,
+        config: Settings,
         folder: RunFolder,
         net: nn.Module,
         head: str,
@@ -134,7 +134,9 @@ class Engine:
     def _restore_(self, checkpoint: Checkpoint) -> None:
         """Become what a checkpoint says."""
         if (checkpoint.base, checkpoint.data) != (self.base_digest, self.data.digest):
-            other = "the base has other weights" if checkpoint.base != self.base_digest else "the data are others"
+            other = (
+                "the base has other weights" if checkpoint.base != self.base_digest else "the data are others"
+            )
             raise RunError("changed", f"{other} than those that the run was begun with; give it the same")
         self.at, self.rows = checkpoint.at, checkpoint.rows
         self.loss_sum, self.best, self.seconds = checkpoint.loss, checkpoint.best, checkpoint.seconds
@@ -267,7 +269,10 @@ class Engine:
         """Decide what goes next."""
         config = self.config
         scores = score(
-            self.net, self._samples(config.score_samples, shared=True), config.criterion_(self.at.block), loss=_loss_of
+            self.net,
+            self._samples(config.score_samples, shared=True),
+            config.criterion_(self.at.block),
+            loss=_loss_of,
         )
         target = self.targets[self.at.block - 1]
         budget: dict[str, Any] = {config.budget: int(target) if config.budget == "bytes" else target}
@@ -323,7 +328,12 @@ class Engine:
         batches = ((self._placed(images), labels) for images, labels in loader.epoch(0))
         try:
             return evaluate(
-                net.eval(), batches, len(self.data.classes), self.machine.device, self.machine.autocast, teacher
+                net.eval(),
+                batches,
+                len(self.data.classes),
+                self.machine.device,
+                self.machine.autocast,
+                teacher,
             )
         finally:
             loader.close()
@@ -354,7 +364,8 @@ class Engine:
         }
         if self.machine.is_first:
             self.folder.write_json(
-                self.folder.path / "blocks" / f"{self.at.block:02}.json", described(block, row, self.data.classes)
+                self.folder.path / "blocks" / f"{self.at.block:02}.json",
+                described(block, row, self.data.classes),
             )
         return row
 
@@ -377,7 +388,11 @@ class Engine:
         if block == 0:
             return f"{self.config.name}-100"
         target = self.targets[block - 1]
-        return f"{self.config.name}-{target:.0f}B" if self.config.budget == "bytes" else f"{self.config.name}-{100 * target:g}"
+        return (
+            f"{self.config.name}-{target:.0f}B"
+            if self.config.budget == "bytes"
+            else f"{self.config.name}-{100 * target:g}"
+        )
 
     def _target(self) -> float:
         return 1.0 if self.at.block == 0 else self.targets[self.at.block - 1]
@@ -451,7 +466,9 @@ class Engine:
         per_epoch = max(len(self.loader), 1)
         assert self.config.rates is not None
         step, steps = self.at.epoch * per_epoch + batch, self._epochs(self.at.block) * per_epoch
-        return self.config.initial_rate * factor(self.config.rates, step, steps, self.config.warmup * per_epoch)
+        return self.config.initial_rate * factor(
+            self.config.rates, step, steps, self.config.warmup * per_epoch
+        )
 
     def _epochs(self, block: int) -> int:
         return 0 if block == 0 and self.config.start else self.config.epochs_of(block)

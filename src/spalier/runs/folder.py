@@ -1,12 +1,12 @@
 """A run's folder: settings, metrics, the checkpoint, task files. Nothing in it is a pickle.
 
-    run.yaml                   all settings
-    metrics.jsonl              one line for each epoch and block
-    checkpoint.safetensors     where the run is, and what it needs to go on
-    checkpoint-N.task.safetensors    what has been learned by then
-    blocks/00.json ...         all that is known of each block
-    tasks/                     a store with one task for each density
-    results.json               the rows, once the run is done
+run.yaml                   all settings
+metrics.jsonl              one line for each epoch and block
+checkpoint.safetensors     where the run is, and what it needs to go on
+checkpoint-N.task.safetensors    what has been learned by then
+blocks/00.json ...         all that is known of each block
+tasks/                     a store with one task for each density
+results.json               the rows, once the run is done
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from spalier._table import table
 from spalier.errors import RunError, TaskFileError
-from spalier.runs.config import FREE, TransferPruning
+from spalier.runs.config import FREE, Settings
 from spalier.runs.fields import differences
 from spalier.tasks import files
 
@@ -40,7 +40,7 @@ class RunFolder:
         self.results = self.path / "results.json"
         self.tasks = self.path / "tasks"
 
-    def open_(self, config: TransferPruning) -> None:
+    def open_(self, config: Settings) -> None:
         """Make the folder a run's, or see that it is this run's."""
         if self.settings.exists():
             self._check_same(config)
@@ -54,8 +54,8 @@ class RunFolder:
             (self.path / "blocks").mkdir(exist_ok=True)
             self.write(self.settings, config.to_yaml().encode())
 
-    def _check_same(self, config: TransferPruning) -> None:
-        begun = TransferPruning.load(self.settings)
+    def _check_same(self, config: Settings) -> None:
+        begun = Settings.load(self.settings)
         different = differences(begun, config, FREE)
         if different:
             rows = [[name, repr(was), repr(now)] for name, (was, now) in different.items()]
@@ -77,7 +77,8 @@ class RunFolder:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     raise RunError(
-                        "busy", f"another process is working in {str(self.path)!a}; wait for it, or use another folder"
+                        "busy",
+                        f"another process is working in {str(self.path)!a}; wait for it, or use another folder",
                     ) from None
             yield
         finally:
@@ -111,7 +112,8 @@ class RunFolder:
         found = self.metrics.stat().st_size if self.metrics.exists() else 0
         if found < size:
             raise RunError(
-                "checkpoint", f"{str(self.metrics)!a} has {found} bytes, and the checkpoint knows of {size}; restore it"
+                "checkpoint",
+                f"{str(self.metrics)!a} has {found} bytes, and the checkpoint knows of {size}; restore it",
             )
         if found > size:
             with writing(self.path), self.metrics.open("r+b") as file:
@@ -121,7 +123,9 @@ class RunFolder:
 def _foreign(folder: Path) -> bool:
     """True where a folder holds what no run that was killed at its beginning leaves."""
     ours = {".lock", "tasks", "blocks"}
-    return any(entry.name not in ours and not entry.name.startswith(".spalier-") for entry in folder.iterdir())
+    return any(
+        entry.name not in ours and not entry.name.startswith(".spalier-") for entry in folder.iterdir()
+    )
 
 
 @contextlib.contextmanager
@@ -132,7 +136,9 @@ def writing(folder: Path) -> Iterator[None]:
     except TaskFileError as error:
         if error.code != "write":
             raise
-        raise RunError("write", f"{error}; make room or set its permissions, and run again to go on") from error
+        raise RunError(
+            "write", f"{error}; make room or set its permissions, and run again to go on"
+        ) from error
     except OSError as error:
         raise RunError(
             "write",

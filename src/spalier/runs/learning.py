@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from spalier.adapters.layers import is_norm
 from spalier.errors import RunError
-from spalier.runs.config import TransferPruning
+from spalier.runs.config import Settings
 
 Tensors = dict[str, Tensor]
 
@@ -21,7 +21,7 @@ def learned(net: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in net.named_parameters() if p.requires_grad}
 
 
-def make_optimizer(config: TransferPruning, net: nn.Module) -> Optimizer:
+def make_optimizer(config: Settings, net: nn.Module) -> Optimizer:
     """SGD or AdamW over what learns, in two groups: what decays, and norms and biases where these do not."""
     rate, decay = config.initial_rate, config.decay
     assert decay is not None
@@ -69,7 +69,9 @@ def restore_optimizer_(optimizer: Optimizer, net: nn.Module, state: Mapping[str,
     for place, value in state.items():
         key, _, name = place.partition("/")
         if name not in parameters:
-            raise RunError("checkpoint", f"the checkpoint has a state of {name!r}, which the network does not learn")
+            raise RunError(
+                "checkpoint", f"the checkpoint has a state of {name!r}, which the network does not learn"
+            )
         parameter = parameters[name]
         device = "cpu" if key == "step" else parameter.device
         optimizer.state[parameter][key] = value.to(device).clone()
@@ -103,7 +105,9 @@ class Average:
         """Move a little towards what is now; counts are taken as they are."""
         own: dict[str, Tensor] = dict(learned(net)) | dict(net.named_buffers())
         moving = [name for name, value in self.values.items() if value.is_floating_point()]
-        torch._foreach_lerp_([self.values[n] for n in moving], [own[n].detach() for n in moving], 1 - self.decay)
+        torch._foreach_lerp_(
+            [self.values[n] for n in moving], [own[n].detach() for n in moving], 1 - self.decay
+        )
         for name in self.values.keys() - set(moving):
             self.values[name].copy_(own[name])
 

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from spalier.errors import ConfigError
-from spalier.runs.config import TransferPruning
+from spalier.runs.config import Settings
 from spalier.runs.folder import RunFolder
 from spalier.runs.syncing import SyncedNorms
 
@@ -19,7 +19,7 @@ from spalier.runs.syncing import SyncedNorms
 class Machine:
     """One process of a run. `torchrun` and `accelerate launch` start several; alone it is the only one."""
 
-    def __init__(self, config: TransferPruning, folder: RunFolder) -> None:
+    def __init__(self, config: Settings, folder: RunFolder) -> None:
         try:
             from accelerate import Accelerator
             from accelerate.state import AcceleratorState
@@ -32,7 +32,9 @@ class Machine:
                 mixed_precision=config.precision, log_with=trackers or None, project_dir=str(folder.path)
             )
         except ValueError as error:
-            raise ConfigError(f"precision {config.precision!r} or a tracker cannot be had here: {error}") from error
+            raise ConfigError(
+                f"precision {config.precision!r} or a tracker cannot be had here: {error}"
+            ) from error
         self.device: torch.device = self.accelerator.device
         self.rank: int = self.accelerator.process_index
         self.world: int = self.accelerator.num_processes
@@ -93,7 +95,7 @@ class Machine:
             AcceleratorState._reset_state(reset_partial_state=False)
 
 
-def _trackers(config: TransferPruning) -> list[str]:
+def _trackers(config: Settings) -> list[str]:
     named = [name for name in config.trackers if name != "auto"]
     if "auto" in config.trackers and importlib.util.find_spec("tensorboard") is not None:
         named.append("tensorboard")

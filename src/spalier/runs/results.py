@@ -66,7 +66,8 @@ class Results:
             return Results(folder, list(found["rows"]), list(found["skipped"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunError(
-                "folder", f"{str(file)!a} cannot be read ({type(error).__name__}); expected the results of a run"
+                "folder",
+                f"{str(file)!a} cannot be read ({type(error).__name__}); expected the results of a run",
             ) from error
 
 

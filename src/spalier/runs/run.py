@@ -19,7 +19,7 @@ from spalier.data.open import open_data
 from spalier.distributed import from_first_rank
 from spalier.errors import AttachmentError, ConfigError, RunError, SpalierError
 from spalier.networks import head_of, logits_of, open_network
-from spalier.runs.config import TransferPruning
+from spalier.runs.config import Settings
 from spalier.runs.engine import Engine
 from spalier.runs.folder import RunFolder
 from spalier.runs.machine import Machine
@@ -30,7 +30,7 @@ _GIVEN = "given:"
 
 
 def run(
-    config: TransferPruning,
+    config: Settings,
     folder: str | os.PathLike[str],
     *,
     network: nn.Module | None = None,
@@ -58,7 +58,7 @@ def run(
         return engine.go(progress)
 
 
-def _with_given(config: TransferPruning, network: nn.Module | None, data: Data | None) -> TransferPruning:
+def _with_given(config: Settings, network: nn.Module | None, data: Data | None) -> Settings:
     """Settings that name what was given as an object, so that a run which goes on asks for it again."""
     if network is not None:
         if is_marked(network):
@@ -73,7 +73,7 @@ def _with_given(config: TransferPruning, network: nn.Module | None, data: Data |
 
 
 @contextlib.contextmanager
-def _machine(config: TransferPruning, folder: RunFolder) -> Iterator[Machine]:
+def _machine(config: Settings, folder: RunFolder) -> Iterator[Machine]:
     machine = Machine(config, folder)
     try:
         yield machine
@@ -82,7 +82,7 @@ def _machine(config: TransferPruning, folder: RunFolder) -> Iterator[Machine]:
 
 
 @contextlib.contextmanager
-def _opened(folder: RunFolder, config: TransferPruning, machine: Machine) -> Iterator[None]:
+def _opened(folder: RunFolder, config: Settings, machine: Machine) -> Iterator[None]:
     """The first process opens the folder and keeps it; what is wrong with it is wrong for all."""
     with contextlib.ExitStack() as stack:
 
@@ -101,7 +101,7 @@ def _opened(folder: RunFolder, config: TransferPruning, machine: Machine) -> Ite
 
 
 @contextlib.contextmanager
-def _faults(config: TransferPruning, folder: RunFolder) -> Iterator[None]:
+def _faults(config: Settings, folder: RunFolder) -> Iterator[None]:
     """Out of memory, said in words."""
     try:
         yield
@@ -119,9 +119,12 @@ def _faults(config: TransferPruning, folder: RunFolder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _randomness(config: TransferPruning) -> Iterator[None]:
+def _randomness(config: Settings) -> Iterator[None]:
     """Leave the caller's random state and choice of algorithms as they were."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     with torch.random.fork_rng():
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -145,7 +148,7 @@ def _as_before(net: nn.Module, machine: Machine) -> Iterator[None]:
         net.to(device).train(training)
 
 
-def _data(config: TransferPruning) -> Data:
+def _data(config: Settings) -> Data:
     return open_data(
         config.data,
         folder=config.data_folder,
@@ -160,9 +163,15 @@ def _data(config: TransferPruning) -> Data:
     )
 
 
-def _network(config: TransferPruning, data: Data) -> nn.Module:
-    if config.weights is None and not config.network.startswith(("hf:", "timm:", "torchvision:")) and ":" not in config.network:
-        _LOG.warning("%s starts from random weights; set weights to a file of pretrained ones", config.network)
+def _network(config: Settings, data: Data) -> nn.Module:
+    if (
+        config.weights is None
+        and not config.network.startswith(("hf:", "timm:", "torchvision:"))
+        and ":" not in config.network
+    ):
+        _LOG.warning(
+            "%s starts from random weights; set weights to a file of pretrained ones", config.network
+        )
     return open_network(
         config.network,
         classes=len(data.classes),
@@ -180,7 +189,8 @@ def _check_outputs(net: nn.Module, data: Data, machine: Machine) -> None:
         logits = logits_of(net(example))
     except (RuntimeError, ValueError, TypeError) as error:
         raise RunError(
-            "classes", f"the network does not run on images of {data.shape}: {error}; set size, or another network"
+            "classes",
+            f"the network does not run on images of {data.shape}: {error}; set size, or another network",
         ) from error
     if logits.dim() != 2 or logits.shape[1] != len(data.classes):
         raise RunError(

@@ -28,8 +28,8 @@ def sum_gradients_(parameters: Iterable[Tensor], numbers: list[float]) -> list[f
     dist.all_reduce(flat)
     parts = flat[len(numbers) :].split([g.numel() for g in grads])
     for parameter, part in zip(held, parts, strict=True):
-        parameter.grad = part.view(parameter.shape).to(parameter.dtype).clone(
-            memory_format=torch.preserve_format
+        parameter.grad = (
+            part.view(parameter.shape).to(parameter.dtype).clone(memory_format=torch.preserve_format)
         )
     return [float(x) for x in flat[: len(numbers)]]
 
