@@ -133,6 +133,8 @@ def test_a_library_wins_over_a_module_of_that_name(monkeypatch):
         ("", "no network ''; Expected resnet18"),
         ("torchvision:", "no network 'torchvision:'"),
         (":function", "no network ':function'"),
+        ("folder/file.py:net", "no network 'folder/file.py:net'"),
+        (".relative:net", "no network '.relative:net'"),
         ("torchvision:resnet81", r"cannot make 'resnet81'.*did you mean .*resnet18"),
         ("timm:test_vitt", r"cannot make 'test_vitt'.*did you mean .*test_vit"),
         ("torchvison:resnet18", r"no module 'torchvison'.*did you mean torchvision\?"),
@@ -156,6 +158,7 @@ def test_a_name_that_is_none_is_explained(name, message, user):
         ("resnet18", {"classes": 0}, "classes is 0"),
         ("resnet18", {"classes": True}, "classes is True"),
         ("resnet18", {"seed": "a"}, "seed is 'a'"),
+        ("timm:test_vit", {"num_classes": 3}, "pass classes="),
         ("timm:test_vit", {"pretrained": True}, "pass weights=FILE"),
         ("timm:test_vit", {"checkpoint_path": "x.pth"}, "pass weights=FILE"),
     ],
@@ -315,6 +318,17 @@ def test_a_folder_with_pickled_weights_is_refused(folder, tmp_path):
     torch.save({"x": Exploit()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(NetworkError, match="safetensors"):
         open_network(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize("given", [{}, {"weights": True}], ids=["folder", "file"])
+def test_options_of_the_hub_go_along(given, folder, tmp_path):
+    given = dict.fromkeys(given, folder / "model.safetensors")
+    net = open_network(f"hf:{folder}", local_files_only=True, cache_dir=str(tmp_path), **given)
+    assert net.classifier.out_features == 5
+    with pytest.raises(NetworkError, match="cannot make"):
+        open_network(f"hf:{folder}", subfolder="absent", **given)
+    with pytest.raises(NetworkError, match="trust_remote_code"):
+        open_network(f"hf:{folder}", trust_remote_code=True)
 
 
 def test_code_in_a_folder_never_runs(tmp_path):

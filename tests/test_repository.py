@@ -84,13 +84,24 @@ RUNS_LAYERS = [
     {"config", "evaluating"},
     {"folder", "learning"},
     {"checkpoint", "machine"},
-    {"blocks"},
+    {"blocks", "samples"},
     {"engine"},
     {"run"},
     {"transfer"},
-    {"sweep"},
     {"places"},
+    {"sweep"},
 ]
+DATA_LAYERS = [
+    {"text", "augment"},
+    {"part", "splits", "samples", "pickles"},
+    {"images", "given", "digits", "loader"},
+    {"archives", "decode", "data"},
+    {"places"},
+    {"cifar", "flowers", "folder"},
+    {"hugging_face"},
+    {"open"},
+]
+INTEGRATIONS_LAYERS = [{"_stepping"}, {"lightning", "transformers"}]
 BUDGET_LAYERS = [{"meter", "ranking"}, {"latency"}, {"select"}]
 PACKAGES = {
     "adapters": ADAPTER_LAYERS,
@@ -100,6 +111,8 @@ PACKAGES = {
     "budget": BUDGET_LAYERS,
     "tasks": TASKS_LAYERS,
     "runs": RUNS_LAYERS,
+    "data": DATA_LAYERS,
+    "integrations": INTEGRATIONS_LAYERS,
 }
 
 

@@ -26,7 +26,8 @@ _BUILT_IN: Mapping[str, Callable[..., nn.Module]] = {
     "resnet50": models.resnet50,
 }
 _FORMS = f"{', '.join(_BUILT_IN)}, torchvision:NAME, timm:NAME, hf:NAME or module:function"
-_OWN_WEIGHTS = ("pretrained", "checkpoint_path", "pretrained_cfg_overlay")
+_OWN_WEIGHTS = ("pretrained", "checkpoint_path")
+_OF_THE_HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 _SAVED = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
 # a part of a path that says "classifier" in torchvision, timm, transformers and most others
 _CLASSIFIER = re.compile(
@@ -133,7 +134,7 @@ def _made(
         return _of_library(prefix, rest, classes, options)
     if prefix == "hf" and rest:
         return _of_transformers(rest, classes, weights, options)
-    if prefix and rest and prefix not in _BUILT_IN:
+    if rest and prefix not in _BUILT_IN and all(part.isidentifier() for part in prefix.split(".")):
         return _called(name, _function(prefix, rest), classes, options)
     raise NetworkError(f"there is no network {name!r}{_close(name, _BUILT_IN)} Expected {_FORMS}")
 
@@ -161,6 +162,7 @@ def _of_transformers(
         raise NetworkError("transformers is not installed; pip install transformers") from error
     source = None if weights is None else models.read_weights(weights)
     own = {} if classes is None else {"num_labels": classes}
+    hub = {key: value for key, value in options.items() if key in _OF_THE_HUB}
     try:
         with _quiet():
             config, unused = transformers.AutoConfig.from_pretrained(
@@ -168,7 +170,7 @@ def _of_transformers(
             )
             if unused:
                 raise ConfigError(f"hf:{name} has no option {', '.join(unused)}; see its config.json")
-            net, info = _of_config(transformers.AutoModelForImageClassification, name, config, source)
+            net, info = _of_config(transformers.AutoModelForImageClassification, name, config, source, hub)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise NetworkError(f"transformers cannot make {name!r} of safetensors: {error}") from error
     made: nn.Module = net
@@ -176,7 +178,9 @@ def _of_transformers(
     return made
 
 
-def _of_config(auto: Any, name: str, config: Any, source: dict[str, Tensor] | None) -> Any:
+def _of_config(
+    auto: Any, name: str, config: Any, source: dict[str, Tensor] | None, hub: dict[str, Any]
+) -> Any:
     """The network, and what transformers says of its weights."""
     fresh = None
     if source is not None or _has_no_weights(Path(name)):
@@ -185,7 +189,7 @@ def _of_config(auto: Any, name: str, config: Any, source: dict[str, Tensor] | No
         return fresh, {}
     # in files some tensors have other names than in the network; the library knows how to translate them
     kind, place = (auto, name) if fresh is None else (type(fresh), None)
-    remote = {} if kind is not auto else {"trust_remote_code": False}
+    remote = {} if kind is not auto else {"trust_remote_code": False, **hub}
     return kind.from_pretrained(
         place,
         config=config,
@@ -357,6 +361,9 @@ def _check(name: object, classes: object, seed: object, options: Mapping[str, ob
         raise ConfigError(f"classes is {classes!r}, expected an integer of at least 1, or None")
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ConfigError(f"seed is {seed!r}, expected an integer")
+    told = [option for option in ("num_classes", "num_labels") if option in options]
+    if told:
+        raise ConfigError(f"{told[0]} is an option of the library's; pass classes=")
     fetched = [option for option in _OWN_WEIGHTS if options.get(option)]
     if fetched:
         raise ConfigError(

@@ -67,6 +67,7 @@ def test_random_transforms_depend_on_seed_epoch_and_sample():
     assert all((every != other).all() for other in others)
     assert every.unique().numel() == 18
     assert torch.equal(part.fetch(np.arange(6), None, seed=7)[0], others[2])
+    assert torch.equal(part.fetch(np.arange(6), 5, seed=7, augment="none")[0], others[2])
 
 
 def test_random_transforms_are_the_same_in_workers():

@@ -270,6 +270,18 @@ def test_nothing_is_left_behind_when_training_raises():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
 
 
+def test_nothing_is_left_behind_when_training_does_not_even_begin():
+    class Broken(Classifier):
+        def configure_optimizers(self):
+            assert "on_load_checkpoint" in vars(self)  # the callback waits for a checkpoint
+            raise RuntimeError("no optimizer today")
+
+    module = Broken()
+    with pytest.raises(RuntimeError, match="no optimizer today"):
+        trainer(PruningCallback(schedule(), net="net")).fit(module, loader())
+    assert "on_load_checkpoint" not in vars(module)
+
+
 def test_an_error_while_pruning_leaves_the_network_as_it_was():
     module = Classifier()
     before = snapshot(module.net)

@@ -42,9 +42,16 @@ class Decoded:
 def decoded(files: Sequence[File], side: int, cache: str | os.PathLike[str] | None) -> Decoded:
     """Read and decode all files, or take what a cache has of exactly these."""
     imported("PIL.Image", "reading images")  # a missing library is no fault of the first file
-    if cache is None:
-        return _decode(files, np.zeros((len(files), side, side, 3), np.uint8))
-    return _Cache(Path(cache).expanduser(), files, side).get()
+    shape = (len(files), side, side, 3)
+    try:
+        if cache is None:
+            return _decode(files, np.zeros(shape, np.uint8))
+        return _Cache(Path(cache).expanduser(), files, shape).get()
+    except MemoryError as error:
+        raise DataError(
+            f"memory ran out: {len(files):,} images of {side}x{side} take {np.prod(shape):,} bytes; pass cache= to "
+            "keep them in a file, a smaller size, or a limit"
+        ) from error
 
 
 def _decode(files: Sequence[File], images: Bytes) -> Decoded:
@@ -88,10 +95,10 @@ def _quiet_pillow() -> Iterator[None]:
 class _Cache:
     """Decoded images in a folder: an array, and beside it what it was made of. Written whole, or not at all."""
 
-    def __init__(self, folder: Path, files: Sequence[File], side: int) -> None:
-        self.files, self.shape = files, (len(files), side, side, 3)
+    def __init__(self, folder: Path, files: Sequence[File], shape: tuple[int, int, int, int]) -> None:
+        self.files, self.shape = files, shape
         listing = [f"{file.name}\0{file.size}\0{file.stamp}" for file in files]
-        self.key = digest(f"{VERSION}\0{side}", *listing)
+        self.key = digest(f"{VERSION}\0{shape[1]}", *listing)
         self.array, self.record = (folder / f"{self.key[:24]}.{suffix}" for suffix in ("npy", "json"))
 
     def get(self) -> Decoded:
@@ -134,7 +141,8 @@ class _Cache:
                 f"{np.prod(self.shape):,} bytes: pass another folder, or none to hold the images in memory"
             ) from error
         finally:
-            scratch.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # there is no such folder; that is what is said
+                scratch.unlink()
         return Decoded(np.load(self.array, mmap_mode="r", allow_pickle=False), made.wrong, made.digests)
 
     def _write_record(self, made: Decoded) -> None:

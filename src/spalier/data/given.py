@@ -50,13 +50,14 @@ class Given:
     def fetch(
         self, indices: Ints, epoch: int | None, *, seed: int = 0, augment: str = "own"
     ) -> tuple[Tensor, Tensor]:
-        """Images and labels; an epoch of None draws for transforms what it draws every time."""
+        """Images and labels; without an epoch, or augmentation, transforms draw the same every time."""
         if augment not in ("own", "none"):
             raise ConfigError(
                 f'augment is {augment!r}, expected "own": a given data set has its own transforms'
             )
+        moment = None if augment == "none" else epoch
         with _states_kept():
-            items = [self._seeded(int(i), epoch, seed) for i in indices]
+            items = [self._seeded(int(i), moment, seed) for i in indices]
         images = torch.stack([image for image, _ in items])
         labels = np.array([label for _, label in items], np.int64)
         if images.dim() == 4:
@@ -92,7 +93,10 @@ def class_names(train: Dataset[Any], classes: Sequence[str] | None) -> tuple[str
     """The names as given, else the dataset's own, else numbers up to the largest label."""
     names = getattr(train, "classes", None) if classes is None else classes
     if names is None:
-        names = range(int(gathered(train, "training").max()) + 1)
+        labels = gathered(train, "training")
+        if (labels == -1).all():
+            return ()  # samples without labels, for a network that learns from another
+        names = range(int(labels.max()) + 1)
     found = tuple(map(str, names))
     if len(found) < 2 or len(set(found)) < len(found):
         raise DataError(f"the classes are {found[:5]!r}, expected at least two different ones")

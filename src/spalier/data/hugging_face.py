@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from spalier.data.augment import Ints, Recipe
 from spalier.data.folder import recipe_of, tested
 from spalier.data.images import LARGEST_FILE
-from spalier.data.samples import TEST, TRAIN, VALIDATION, File, Samples, check_labels
+from spalier.data.samples import TEST, TRAIN, VALIDATION, File, Samples, check_labels, digest
 from spalier.data.text import imported, shown, some
 from spalier.errors import DataError
 
@@ -19,21 +20,25 @@ SPLITS = {TRAIN: ("train", "training"), VALIDATION: ("validation", "valid", "val
 PREFERRED = ("label", "labels", "fine_label")
 
 
-def hugging_face(name: str, size: int | None) -> tuple[Samples, Recipe]:
+def hugging_face(name: str, size: int | None, labels: bool = True) -> tuple[Samples, Recipe]:
     """The splits train, validation and test of a data set; a missing test is carved as for folders."""
     library = imported("datasets", f"hf:{shown(name)}")
     splits = _splits(library, name)
     features = splits[TRAIN].features
     image = _column(name, features, library.Image, "images", ("image", "img"))
-    label = _column(name, features, library.ClassLabel, "classes", PREFERRED)
-    classes = tuple(map(str, features[label].names))
-    pieces = [_part(library, rows, part, image, label) for part, rows in splits.items()]
-    notes = tuple(f"{p.notes[0]}" for p in pieces if p.notes)
-    pieces = [p for p in pieces if not p.notes]
-    labels, parts = (np.concatenate([getattr(p, field) for p in pieces]) for field in ("labels", "parts"))
-    check_labels(labels, len(classes), f"hf:{shown(name)}")
-    samples = Samples(classes, labels, parts, files=tuple(f for p in pieces for f in p.files), notes=notes)
-    return samples if TEST in parts else tested(samples), recipe_of(size)
+    label = _column(name, features, library.ClassLabel, "classes", PREFERRED) if labels else None
+    classes = tuple(map(str, features[label].names)) if label else ()
+    known = {part: _labels(name, rows, label, classes) for part, rows in splits.items()}
+    left_out = [part for part in known if labels and part != TRAIN and (known[part] == -1).all()]
+    used = [part for part in known if part not in left_out]
+    every = np.concatenate([known[part] for part in used])
+    parts = np.repeat(used, [len(known[part]) for part in used])
+    files = tuple(file for part in used for file in _files(library, splits[part], SPLITS[part][0], image))
+    notes = tuple(f"{SPLITS[part][0]}: left out, its samples have no labels" for part in left_out)
+    if labels:
+        check_labels(every, len(classes), f"hf:{shown(name)}")
+    samples = Samples(classes, every, parts, files=files, notes=notes)
+    return samples if TEST in used else tested(samples), recipe_of(size)
 
 
 def _splits(library: Any, name: str) -> dict[int, Any]:
@@ -67,15 +72,25 @@ def _column(name: str, features: Any, kind: Any, what: str, preferred: tuple[str
     return str(best[0] if best else found[0])
 
 
-def _part(library: Any, rows: Any, part: int, image: str, label: str) -> Samples:
-    labels: Ints = np.array([-1 if value is None else value for value in rows[label]], np.int64)
-    split = SPLITS[part][0]
-    if part != TRAIN and (labels == -1).all():
-        return Samples((), labels, labels, notes=(f"{split}: left out, its samples have no labels",))
+def _labels(name: str, rows: Any, label: str | None, classes: tuple[str, ...]) -> Ints:
+    """The label of each row, -1 where it has none."""
+    if label is None or label not in rows.features:
+        return np.full(len(rows), -1)
+    own = tuple(map(str, getattr(rows.features[label], "names", ())))
+    if own != classes:
+        raise DataError(f"hf:{shown(name)} has splits of other classes: {some(own)} and {some(classes)}")
+    return np.array([-1 if value is None else value for value in rows[label]], np.int64)
+
+
+def _files(library: Any, rows: Any, split: str, image: str) -> Iterator[File]:
+    if image not in rows.features:
+        raise DataError(
+            f"the split {split} has no column {shown(image)} as train has; it has {some(list(rows.features))}"
+        )
     raw = rows.select_columns([image]).cast_column(image, library.Image(decode=False))
-    stamp = int(raw._fingerprint, 16)  # of the library's own, changes with the contents
-    files = tuple(File(f"{split}/{i}", 1, stamp, partial(_bytes, raw, i, image)) for i in range(len(labels)))
-    return Samples((), labels, np.full(len(labels), part), files=files)
+    stamp = int(digest(str(raw._fingerprint))[:15], 16)  # the library's own, other for other contents
+    for i in range(len(rows)):
+        yield File(f"{split}/{i}", 1, stamp, partial(_bytes, raw, i, image))
 
 
 def _bytes(rows: Any, index: int, image: str) -> bytes:

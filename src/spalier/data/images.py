@@ -75,7 +75,7 @@ def rgb(data: bytes) -> Any:
     try:
         image.load()
         return _coloured(_upright(image))
-    except Unusable:
+    except (Unusable, MemoryError):
         raise
     except Exception as error:  # decoders raise a dozen kinds; each means the same to the caller
         raise Unusable(_damage(error)) from error

@@ -93,7 +93,7 @@ def _source(name: str, folder: Path, size: int | None, labels: bool) -> tuple[Sa
     if kind == "folder" and rest:
         return by_class(rest, size, labels)
     if kind == "hf" and rest:
-        return hugging_face(rest, size)
+        return hugging_face(rest, size, labels)
     raise DataError(
         f"there is no data set {shown(name)!r}; expected one of {', '.join(NAMES)}, or Data.of(dataset)"
     )
@@ -105,7 +105,7 @@ def _unlabelled(samples: Samples) -> Samples:
 
 def _kept(samples: Samples, classes: Sequence[str]) -> Samples:
     """Some of the classes, numbered in the order given."""
-    wanted = list(classes)
+    wanted = [classes] if isinstance(classes, str) else list(classes)
     strange = [name for name in wanted if name not in samples.classes]
     if strange or len(set(wanted)) < len(wanted):
         raise ConfigError(

@@ -37,7 +37,7 @@ def imported(name: str, purpose: str) -> Any:
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != library:
+        if (error.name or "").partition(".")[0] != library:
             raise
         wanted = EXTRAS.get(library, library)
         raise DataError(f"{purpose} needs {library}, which is not installed; pip install {wanted}") from error

@@ -83,3 +83,24 @@ def latency_of(net: nn.Module, example: Tensor) -> float:
 def _wait(example: Tensor) -> None:
     if example.device.type == "cuda":
         torch.cuda.synchronize(example.device)
+
+
+def plain_plan(plan: Plan) -> dict[str, Any]:
+    """A plan as JSON can hold it."""
+    return {
+        "keep": {name: list(units) for name, units in plan.keep.items()},
+        "writers": plan.writers,
+        "ranks": {name: list(units) for name, units in plan.ranks.items()},
+    }
+
+
+def block_line(row: dict[str, Any]) -> str:
+    """A row in words, for whoever watches."""
+
+    def share(name: str) -> str:
+        return "-" if row[name] is None else f"{row[name]:.1%}"
+
+    return (
+        f"{row['task']}: {share('channels')} of channels, {share('macs')} of MACs, {row['learned']:,} learned, "
+        f"validation {share('validation')}, test {share('test')}"
+    )

@@ -100,8 +100,8 @@ def load_checkpoint(folder: RunFolder) -> Checkpoint | None:
     except (SafetensorError, SpalierError, OSError, KeyError, TypeError, ValueError) as error:
         raise RunError(
             "checkpoint",
-            f"{str(file)!a} cannot be read ({type(error).__name__}: {error}); restore it from a copy, or begin again in "
-            "another folder",
+            f"{str(file)!a} cannot be read ({type(error).__name__}: {error}); restore it from a copy, or begin again "
+            "in another folder",
         ) from error
 
 

@@ -39,7 +39,8 @@ class Settings:
         recipe: "fast", for small data, or "paper", section 4 of the paper.
         name: what task files are called, before the density; by default the data's name.
         network: resnet18, resnet34, resnet50, torchvision:NAME, timm:NAME, hf:NAME or module:function.
-        network_options: what else its constructor takes. Built-in networks get the CIFAR stem for images up to 64 pixels.
+        network_options: what else its constructor takes. Built-in networks get the CIFAR stem for images of up to
+            64 pixels.
         weights: a file of pretrained weights: safetensors, or .pth with tensors alone.
         head: the classifier's module; by default it is looked for.
         start: a task file to begin with, instead of a first block.

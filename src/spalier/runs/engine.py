@@ -7,7 +7,7 @@ values in the network and nothing else, so a run that was killed goes on from it
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -31,7 +31,7 @@ from spalier.pruning.plan import Plan
 from spalier.pruning.prune import prune_
 from spalier.pruning.recovery import Recovery
 from spalier.runs import losses
-from spalier.runs.blocks import Block, described, latency_of
+from spalier.runs.blocks import Block, block_line, described, latency_of, plain_plan
 from spalier.runs.checkpoint import Checkpoint, Position, load_checkpoint, save_checkpoint
 from spalier.runs.config import Settings
 from spalier.runs.evaluating import Evaluation, evaluate
@@ -52,6 +52,7 @@ from spalier.runs.machine import Machine
 from spalier.runs.progress import Progress
 from spalier.runs.rates import factor
 from spalier.runs.results import Results
+from spalier.runs.samples import Samples, mean_loss
 from spalier.runs.seeds import seed_of
 from spalier.runs.stopping import Stopping
 from spalier.runs.syncing import sum_gradients_
@@ -245,13 +246,13 @@ class Engine:
         elif self.average is not None and self.at.epoch:
             set_values_(self.net, self.average.values)
         self._check_finite()
+        if self.at.block == 0 and self.config.distill == "self":
+            self._teach_(fuse(self.net))
         row = self._row()
         self.rows.append(row)
         self._log({"kind": "block", **row})
         self.machine.log({f"block/{k}": v for k, v in row.items() if isinstance(v, float)}, self.at.step)
-        self.progress.line(_block_line(row))
-        if self.at.block == 0 and self.config.distill == "self":
-            self._teach_(fuse(self.net))
+        self.progress.line(block_line(row))
         last = self.at.block == len(self.targets)
         self.best, self.best_values, self.plan = None, {}, None
         if last:
@@ -272,7 +273,7 @@ class Engine:
             self.net,
             self._samples(config.score_samples, shared=True),
             config.criterion_(self.at.block),
-            loss=_loss_of,
+            loss=mean_loss,
         )
         target = self.targets[self.at.block - 1]
         budget: dict[str, Any] = {config.budget: int(target) if config.budget == "bytes" else target}
@@ -405,8 +406,8 @@ class Engine:
     def _not_finite(self, what: str) -> RunError:
         return RunError(
             "not-finite",
-            f"{what} at step {self.at.step} ({self._where()}); the last good state is in {str(self.folder.path)!a}: begin "
-            "again with a lower rate, clip, or a warmup, in another folder",
+            f"{what} at step {self.at.step} ({self._where()}); the last good state is in {str(self.folder.path)!a}: "
+            "begin again with a lower rate, clip, or a warmup, in another folder",
         )
 
     def _save_(self) -> None:
@@ -430,7 +431,7 @@ class Engine:
                 metrics=self.folder.logged(),
                 loss=self.loss_sum,
                 best=self.best,
-                plan=None if self.plan is None else _plain_plan(self.plan),
+                plan=None if self.plan is None else plain_plan(self.plan),
                 rows=self.rows,
                 seconds=self._elapsed(),
                 scaler=None if scaler is None else scaler.state_dict(),
@@ -495,48 +496,3 @@ class Engine:
     def _log(self, line: dict[str, Any]) -> None:
         if self.machine.is_first:
             self.folder.log(line)
-
-
-class Samples:
-    """Batches of some samples, made each time anew so that no more than one is in memory."""
-
-    def __init__(
-        self,
-        part: Part,
-        indices: np.ndarray[Any, Any],
-        batch: int,
-        placed: Callable[[Tensor], Tensor],
-        teacher: nn.Module | None,
-    ) -> None:
-        self.part, self.indices, self.batch, self.placed, self.teacher = part, indices, batch, placed, teacher
-
-    @torch.no_grad()
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for start in range(0, len(self.indices), self.batch):
-            images, labels = self.part.fetch(self.indices[start : start + self.batch], None)
-            images = self.placed(images)
-            if self.teacher is not None:
-                labels = losses.guesses(logits_of(self.teacher(images)))
-            yield images, labels.to(images.device)
-
-
-def _loss_of(output: Any, labels: Tensor) -> Tensor:
-    return losses.cross_entropy(logits_of(output), labels) / len(labels)
-
-
-def _plain_plan(plan: Plan) -> dict[str, Any]:
-    return {
-        "keep": {name: list(units) for name, units in plan.keep.items()},
-        "writers": plan.writers,
-        "ranks": {name: list(units) for name, units in plan.ranks.items()},
-    }
-
-
-def _block_line(row: dict[str, Any]) -> str:
-    def share(name: str) -> str:
-        return "-" if row[name] is None else f"{row[name]:.1%}"
-
-    return (
-        f"{row['task']}: {share('channels')} of channels, {share('macs')} of MACs, {row['learned']:,} learned, "
-        f"validation {share('validation')}, test {share('test')}"
-    )

@@ -61,7 +61,8 @@ class RunFolder:
             rows = [[name, repr(was), repr(now)] for name, (was, now) in different.items()]
             raise RunError(
                 "changed",
-                f"the run in {str(self.path)!a} was begun with other settings:\n{table(['setting', 'was', 'is'], rows)}\n"
+                f"the run in {str(self.path)!a} was begun with other settings:\n"
+                f"{table(['setting', 'was', 'is'], rows)}\n"
                 "go on with the settings it was begun with (TransferPruning.load), or use another folder",
             )
 
@@ -142,6 +143,6 @@ def writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise RunError(
             "write",
-            f"{str(folder)!a} cannot be written: {files.reason(error)}; the last checkpoint is whole, so make room or set "
-            "its permissions, and run again to go on",
+            f"{str(folder)!a} cannot be written: {files.reason(error)}; the last checkpoint is whole, so make room or "
+            "set its permissions, and run again to go on",
         ) from error

@@ -131,8 +131,8 @@ def is_safe(net: nn.Module, method: str) -> bool:
 def settle_(net: nn.Module, channels_last: bool) -> None:
     """Give every parameter and buffer memory of its own in one layout.
 
-    Kernels choose their order of summation by strides and alignment. A network that was just pruned and the same one read
-    from a checkpoint have equal values in different memory; after this they compute the same bits.
+    Kernels choose their order of summation by strides and alignment. A network that was just pruned and the same one
+    read from a checkpoint have equal values in different memory; after this they compute the same bits.
     """
     seen: set[int] = set()
     for tensor in _all_tensors(net):

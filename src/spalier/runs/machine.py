@@ -26,10 +26,17 @@ class Machine:
         except ModuleNotFoundError as error:
             raise ConfigError(f"runs need {error.name}; pip install spalier[train]") from error
         self._is_ours = not AcceleratorState._shared_state  # a caller's own Accelerator stays as it is
+        if config.precision == "fp16" and not _has_accelerator():
+            raise ConfigError(
+                'precision is "fp16", which needs a GPU to scale gradients; expected "bf16" or "no" on a CPU'
+            )
         trackers = _trackers(config)
         try:
             self.accelerator: Any = Accelerator(
-                mixed_precision=config.precision, log_with=trackers or None, project_dir=str(folder.path)
+                mixed_precision=config.precision,
+                cpu=not _has_accelerator(),
+                log_with=trackers or None,
+                project_dir=str(folder.path),
             )
         except ValueError as error:
             raise ConfigError(
@@ -93,6 +100,11 @@ class Machine:
                 tracker.finish()
         if self._is_ours:
             AcceleratorState._reset_state(reset_partial_state=False)
+
+
+def _has_accelerator() -> bool:
+    """Whether there is anything but the CPU; without a word Accelerate takes several CPU processes for one."""
+    return bool(torch.accelerator.is_available())
 
 
 def _trackers(config: Settings) -> list[str]:

@@ -47,7 +47,8 @@ _LONGER = {"epochs": 100, "epochs_each": 50}  # the paper's, for its two smaller
 def settings(recipe: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """What a recipe says for a data set and a method."""
     found = dict(RECIPES[recipe])
-    if given["densities"] is not None or (recipe == "fast" and _has_schedule(given)):
+    listed = given["densities"] is not None or given["budget"] == "bytes"  # which no schedule knows of
+    if listed or (recipe == "fast" and _has_schedule(given)):
         found = {name: value for name, value in found.items() if name not in ("schedule", "end", "densities")}
     if recipe == "fast" and _has_schedule(given):
         found |= {"schedule": "iterative", "end": 0.1}

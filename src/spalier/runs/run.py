@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from spalier.runs.engine import Engine
 from spalier.runs.folder import RunFolder
 from spalier.runs.machine import Machine
 from spalier.runs.results import Results
+from spalier.tasks.task import Task
 
 _LOG = logging.getLogger("spalier")
 _GIVEN = "given:"
@@ -49,7 +50,7 @@ def run(
         machine.track()
         stack.enter_context(_faults(config, where))
         stack.enter_context(_randomness(config))
-        samples = data if data is not None else _data(config)
+        samples = _with_classes(config, data if data is not None else _data(config))
         net = network if network is not None else _network(config, samples)
         head = config.head or head_of(net, classes=len(samples.classes))
         stack.enter_context(_as_before(net, machine))
@@ -112,9 +113,9 @@ def _faults(config: Settings, folder: RunFolder) -> Iterator[None]:
             raise
         raise RunError(
             "memory",
-            f"memory ran out with batches of {config.batch} ({' '.join(words.split())[:200] or 'MemoryError'}); the last "
-            f"checkpoint in {str(folder.path)!a} is whole: free some memory and run again, or begin another run with a "
-            "smaller batch, size or score_samples",
+            f"memory ran out with batches of {config.batch} ({' '.join(words.split())[:200] or 'MemoryError'}); the "
+            f"last checkpoint in {str(folder.path)!a} is whole: free some memory and run again, or begin another run "
+            "with a smaller batch, size or score_samples",
         ) from error
 
 
@@ -161,6 +162,19 @@ def _data(config: Settings) -> Data:
         limit=config.limit,
         classes=config.classes,
     )
+
+
+def _with_classes(config: Settings, data: Data) -> Data:
+    """Samples without labels have the classes of the task that the network has learned, or is taught by."""
+    if data.classes:
+        return data
+    known = next(path for path in (config.start, config.distill) if path not in (None, "self"))
+    classes = tuple(Task.load(known).info().classes)
+    if not classes:
+        raise RunError(
+            "classes", f"the samples have no classes, and {known!a} names none; expected a task with classes"
+        )
+    return replace(data, classes=classes)
 
 
 def _network(config: Settings, data: Data) -> nn.Module:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -50,22 +51,48 @@ class SyncedNorms(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.batch_norm:
-            x, weight, bias, mean, var, training, momentum, eps = args[:8]
-            if training:
-                return _batch_norm(x, weight, bias, mean, var, momentum, eps)
+        if func in _NORMS:
+            given = dict(zip(_NORMS[func], args, strict=False)) | kwargs
+            if given.get("training", False):
+                return _batch_norm(**{name: given.get(name) for name in _NEEDED})
         return func(*args, **kwargs)
 
 
+_NORMS = {  # modules call the one, some functions the other, and they take the same things in another order
+    F.batch_norm: (
+        "input",
+        "running_mean",
+        "running_var",
+        "weight",
+        "bias",
+        "training",
+        "momentum",
+        "eps",
+    ),
+    torch.batch_norm: (
+        "input",
+        "weight",
+        "bias",
+        "running_mean",
+        "running_var",
+        "training",
+        "momentum",
+        "eps",
+    ),
+}
+_NEEDED = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
+
+
 def _batch_norm(
-    x: Tensor,
+    input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    momentum: float,
-    eps: float,
+    momentum: float | None,
+    eps: float | None,
 ) -> Tensor:
+    x, momentum, eps = input, 0.1 if momentum is None else momentum, 1e-5 if eps is None else eps
     axes = [0, *range(2, x.dim())]
     shape = [1, -1, *[1] * (x.dim() - 2)]
     wide = x.float()

@@ -1,0 +1,138 @@
+"""Settings: what they refuse, what recipes make of them, and that files keep them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spalier import TransferPruning
+from spalier.errors import ConfigError
+from spalier.runs.recipes import RECIPES
+
+
+def test_the_papers_recipe():
+    config = TransferPruning(recipe="paper", network="resnet50", data="cifar10")
+    assert (config.epochs, config.epochs_each, config.epochs_of(19)) == (30, 20, 20)
+    assert config.targets() == tuple(round(1 - 0.05 * i, 6) for i in range(1, 20))
+    assert (config.optimizer, config.momentum, config.decay, config.rates) == ("sgd", 0.9, 5e-4, "step")
+    assert config.initial_rate == 0.01
+    assert config.with_(batch=64).initial_rate == 0.0025
+    assert config.network_options == {"stem": "cifar"}
+    assert (config.writers, config.criterion, config.rank, config.recover) == ("free", "taylor", 8, "none")
+    for data in ("flowers102", "catsanddogs"):
+        large = config.with_(data=data)
+        assert (large.epochs, large.epochs_each, large.network_options) == (100, 50, {})
+
+
+def test_settings_win_over_recipes():
+    for recipe in RECIPES:
+        config = TransferPruning(recipe=recipe, epochs=3, rate=0.5, densities=(0.4,))
+        assert (config.epochs, config.rate, config.targets()) == (3, 0.5, (0.4,))
+    assert TransferPruning(end=0.5, schedule="one_shot").targets() == (0.5,)
+    assert TransferPruning(end=0.1, schedule="agp", steps=2).targets() == (0.2125, 0.1)
+    assert TransferPruning(method="fine-pruning").rate < TransferPruning().rate
+
+
+def test_changes_follow_the_recipe_again():
+    config = TransferPruning(recipe="fast", epochs=3)
+    assert config.with_(recipe="paper").epochs_each == RECIPES["paper"]["epochs_each"]
+    assert config.with_(recipe="paper").epochs == 3
+    assert config.with_(data="cifar100").name == "cifar100"
+
+
+BAD = [
+    ({"rate": 0}, "rate is 0.0, expected more than 0"),
+    ({"rate": "quick"}, "rate is 'quick', expected a number"),
+    ({"rate": float("nan")}, "rate is nan"),
+    ({"batch": 0}, "batch is 0, expected at least 1"),
+    ({"batch": 2.5}, "batch is 2.5, expected a whole number"),
+    ({"epochs": -1}, "epochs is -1, expected at least 0"),
+    ({"epochs": True}, "epochs is True"),
+    ({"method": "qlora"}, "method is 'qlora', expected 'splora' or"),
+    ({"criterion": "vibes"}, "criterion is 'vibes', expected one of weight"),
+    ({"criterion_options": {"lateral": True}}, "criterion_options do not fit taylor"),
+    ({"validation": 1.0}, r"validation is 1.0, expected a number in \[0, 1\)"),
+    ({"ema": 1.0}, r"ema is 1.0, expected a number in \(0, 1\)"),
+    ({"densities": (0.3, 0.5)}, "expected falling numbers"),
+    ({"densities": (0.5, 1.5)}, "expected falling|above 0 and below 1"),
+    ({"densities": (0.5,), "end": 0.1}, "densities is given, and schedule or end too"),
+    ({"budget": "bytes"}, "densities has to list them"),
+    ({"budget": "bytes", "densities": (0.5,)}, "whole numbers of bytes"),
+    ({"select": {"channels": 0.5}}, "select has 'channels'"),
+    ({"adapter": {"kernal": "full"}}, "adapter has settings that splora does not take"),
+    ({"method": "fine-pruning", "adapter": {"cap": True}}, "fine-pruning does not take"),
+    ({"labels": False}, "there has to be a teacher"),
+    ({"labels": False, "distill": "self"}, "set start"),
+    ({"keep": "best"}, "needs validation above 0 and validate_every"),
+    ({"name": "../elsewhere"}, "name:"),
+    ({"network_options": {"f": print}}, "network_options is"),
+    ({"classes": "abc"}, "classes is 'abc', expected a list of text or nothing"),
+    ({"rank": 0}, "rank"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD, ids=lambda value: str(value)[:40])
+def test_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        TransferPruning(**settings)
+
+
+def test_names_that_are_none(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("rnak: 8\n")
+    with pytest.raises(ConfigError, match=r"run.yaml has 'rnak', which is no setting; did you mean 'rank'\?"):
+        TransferPruning.load(file)
+    with pytest.raises(ConfigError, match="no setting"):
+        TransferPruning().with_(learning_rate=1)
+    with pytest.raises(TypeError):
+        TransferPruning("digits")  # keywords only
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "rank: [", "no YAML"),
+        ("a.yaml", "- rank", "holds a list"),
+        ("a.yaml", "1: 2", "holds a dict"),
+        ("a.yaml", "!!python/object/apply:os.system ['true']", "no YAML"),
+        ("a.toml", "rank = ", "no TOML"),
+    ],
+)
+def test_files_that_are_none(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        TransferPruning.load(tmp_path / name)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        TransferPruning.load(tmp_path / "missing.yaml")
+
+
+def test_toml_and_yaml_say_the_same(tmp_path):
+    (tmp_path / "a.toml").write_text(
+        'data = "cifar10"\nrate = 1e-3\ndensities = [0.5, 0.25]\n[adapter]\ncap = true\n'
+    )
+    (tmp_path / "a.yaml").write_text(
+        "data: cifar10\nrate: 1e-3\ndensities: [0.5, 0.25]\nadapter: {cap: true}\n"
+    )
+    expected = TransferPruning(data="cifar10", rate=1e-3, densities=(0.5, 0.25), adapter={"cap": True})
+    assert TransferPruning.load(tmp_path / "a.toml") == TransferPruning.load(tmp_path / "a.yaml") == expected
+
+
+@given(
+    recipe=st.sampled_from(list(RECIPES)),
+    rate=st.floats(1e-8, 10),
+    seed=st.integers(0, 2**40),
+    classes=st.none() | st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=3),
+    densities=st.lists(st.floats(0.01, 0.99), max_size=4, unique=True),
+    smoothing=st.floats(0, 0.9),
+)
+def test_what_is_written_is_read(tmp_path_factory, recipe, rate, seed, classes, densities, smoothing):
+    config = TransferPruning(
+        recipe=recipe,
+        rate=rate,
+        seed=seed,
+        classes=None if classes is None else tuple(classes),
+        densities=tuple(sorted(densities, reverse=True)),
+        smoothing=smoothing,
+    )
+    file = tmp_path_factory.mktemp("settings") / "run.yaml"
+    file.write_text(config.to_yaml(), "utf-8")
+    assert TransferPruning.load(file) == config

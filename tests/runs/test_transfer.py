@@ -1,0 +1,288 @@
+"""Whole runs: methods, budgets, teachers, data and networks of one's own."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from running import Small, outcome, quick
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import spalier as sp
+from spalier.data.data import Data
+from spalier.data.open import open_data
+from spalier.errors import AttachmentError, ConfigError, DataError, RunError
+from spalier.networks import open_network
+
+
+def learned_digits(folder, **changes):
+    """Settings under which the small network does learn."""
+    return quick(
+        limit=None, epochs=6, epochs_each=3, rate=2e-2, network_options={"width": 16}, **changes
+    ).run(folder, progress=False)
+
+
+@pytest.fixture(scope="module")
+def fine(tmp_path_factory):
+    """A run of fine-pruning, whose tasks teach others."""
+    folder = tmp_path_factory.mktemp("fine") / "run"
+    return learned_digits(folder, method="fine-pruning", criterion="weight", densities=(0.5,))
+
+
+def test_a_run_learns_and_its_files_say_so(fine):
+    """Accuracy in a row is what the network that is built from the file has, on every test sample."""
+    assert [row["test"] > 0.9 for row in fine.rows] == [True, True]
+    data = open_data("digits")
+    base = open_network("running:small", classes=10, width=16)
+    images, labels = data.test.fetch(np.arange(len(data.test)), None)
+    for row in fine.rows:
+        net = fine.tasks.load(row["task"]).build(base)
+        with torch.no_grad():
+            right = (net(images).argmax(1) == labels).double().mean().item()
+        assert right == pytest.approx(row["test"], abs=1e-12)
+        counted = sp.count(net, images[:1])
+        assert (counted.parameters, counted.macs) == (row["parameters"], row["macs_left"])
+        assert (fine.folder / "tasks" / f"{row['task']}.task.safetensors").stat().st_size == row["bytes"]
+    block = json.loads((fine.folder / "blocks/01.json").read_text())
+    assert sum(map(sum, block["confusion"]["test"])) == len(labels)
+    assert block["classes"] == list("0123456789")
+    assert fine.rows[1]["channels"] <= 0.5
+    info = fine.tasks.load("digits-50").info()
+    assert info.metrics["accuracy"] == fine.rows[1]["test"]
+    assert info.preprocessing == data.preprocessing
+    assert "digits-50" in str(fine)
+    assert fine.to_csv().splitlines()[0].startswith("task,block,target,channels")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": "sppara"},
+        {"method": "lora", "criterion": "magnitude"},
+        {"criterion": "lrp", "ranking": "local"},
+        {"criterion": "second_order", "budget": "macs", "densities": (0.5,)},
+        {"criterion": "gradient", "criterion_options": {"literal": True}, "writers": "free"},
+        {"criterion": "movement", "schedule": "agp", "end": 0.3, "steps": 2, "densities": None},
+        {"budget": "bytes", "densities": (4000, 3000)},
+        {"budget": "weights", "select": {"round_to": 2, "rank": 0.5}},
+        {"precision": "bf16", "ema": 0.9, "warmup": 0.5, "clip": 1.0, "smoothing": 0.1},
+        {"channels_last": False, "rates": "step", "optimizer": "sgd", "decay_norms": True},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values()))[:40],
+)
+def test_every_way(tmp_path, changes):
+    config = quick(**{"epochs": 1, "densities": (0.5,), **changes})
+    results = config.run(tmp_path / "run", progress=False)
+    assert len(results.rows) == 1 + len(config.targets())
+    assert results.rows[-1]["learned"] < results.rows[0]["learned"]
+    assert len(list(results.tasks)) == len(results.rows)
+    if config.budget in ("channels", "weights", "macs"):
+        assert results.rows[-1][config.budget] <= config.targets()[-1] + 1e-9
+
+
+def test_no_decay_on_norms_by_choice():
+    from spalier.runs.learning import make_optimizer
+
+    net = Small()
+    sp.attach_(net, sp.SPLoRA(2), head="fc")
+    spared = make_optimizer(quick(decay=0.1, decay_norms=False), net).param_groups
+    assert [group["weight_decay"] for group in spared] == [0.1, 0.0]
+    norms = {id(p) for m in net.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()}
+    assert norms | {id(net.fc.bias)} == {id(p) for p in spared[1]["params"]}
+    everything = make_optimizer(quick(decay=0.1, decay_norms=True), net).param_groups
+    assert [group["weight_decay"] for group in everything] == [0.1]
+
+
+def test_a_teacher_alone_without_labels(tmp_path, fine):
+    """Labels are not looked at, and need not be there."""
+    start = str(fine.folder / "tasks" / "digits-100.task.safetensors")
+    settings = {
+        "labels": False,
+        "distill": "self",
+        "start": start,
+        "densities": (0.5,),
+        "epochs_each": 4,
+        "limit": None,
+        "network_options": {"width": 16},
+        "rate": 3e-3,
+    }
+    results = quick(**settings).run(tmp_path / "run", progress=False)
+    assert results.rows[0]["epochs"] == 0
+    assert results.rows[0]["test"] == 1.0  # it agrees with itself
+    assert results.rows[1]["test"] > 0.9  # and agrees still, with half of the channels
+    data = open_data("digits")
+    unlabelled = Data.of(_without_labels(data.train), _without_labels(data.test))
+    again = quick(**settings).run(tmp_path / "unlabelled", data=unlabelled, progress=False)
+    assert again.rows[1]["test"] > 0.9
+    assert again.tasks.load("given-50").info().classes == data.classes
+
+
+def _without_labels(part) -> TensorDataset:
+    images, labels = part.fetch(np.arange(len(part)), None)
+    return TensorDataset(images, torch.full_like(labels, -1))
+
+
+def test_taught_by_a_file(tmp_path, fine):
+    teacher = str(fine.folder / "tasks" / "digits-100.task.safetensors")
+    results = learned_digits(tmp_path / "run", distill=teacher, distill_weight=0.7, densities=(0.5,))
+    assert results.rows[0]["test"] > 0.6
+
+
+def test_starting_from_a_task(tmp_path, fine):
+    start = str(fine.folder / "tasks" / "digits-50.task.safetensors")
+    config = quick(
+        start=start, densities=(0.3,), limit=None, rate=1e-3, network_options={"width": 16}, name="on"
+    )
+    results = config.run(tmp_path / "run", progress=False)
+    assert results.rows[0]["test"] == fine.rows[1]["test"]
+    assert results.rows[0]["channels"] == fine.rows[1]["channels"]
+    assert results.rows[1]["channels"] <= 0.3
+
+
+def digits_as_tensors(first: int = 0) -> Data:
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32)[:, None].expand(-1, 3, -1, -1) / 8 - 1
+    labels = torch.tensor(digits.target)
+    return Data.of(
+        TensorDataset(images[first:300], labels[first:300]), TensorDataset(images[300:400], labels[300:400])
+    )
+
+
+def test_a_network_and_data_of_ones_own(tmp_path):
+    torch.manual_seed(3)
+    net = Small()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    net.train()
+    config = quick(epochs=1, densities=(0.5,))
+    torch.manual_seed(11)
+    random.seed(11)
+    np.random.seed(11)
+    results = config.run(tmp_path / "run", network=net, data=digits_as_tensors(), progress=False)
+    drawn = torch.rand(1).item(), random.random(), np.random.rand()
+    torch.manual_seed(11)
+    random.seed(11)
+    np.random.seed(11)
+    assert drawn == (
+        torch.rand(1).item(),
+        random.random(),
+        np.random.rand(),
+    )  # nobody's randomness was used up
+    assert net.training
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert {k: v.tolist() for k, v in net.state_dict().items()} == {k: v.tolist() for k, v in before.items()}
+    assert sp.TransferPruning.load(results.folder).network == "given:Small"
+    assert results.tasks.load("given-50").build(net)(torch.zeros(1, 3, 8, 8)).shape == (1, 10)
+    with pytest.raises(ConfigError, match="pass network= again"):
+        sp.TransferPruning.load(results.folder).run(tmp_path / "run", progress=False)
+
+
+def test_another_network_or_other_data_are_refused(tmp_path):
+    from spalier.runs.engine import Engine
+
+    class Enough(BaseException):
+        pass
+
+    def stop(engine):
+        raise Enough
+
+    torch.manual_seed(3)
+    net, data = Small(), digits_as_tensors()
+    config = quick(epochs=1, densities=(0.5,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_score_", stop)
+        with pytest.raises(Enough):
+            config.run(tmp_path / "run", network=net, data=data, progress=False)
+    with pytest.raises(RunError, match="other weights") as caught:
+        config.run(tmp_path / "run", network=Small(), data=data, progress=False)
+    assert caught.value.code == "changed"
+    with pytest.raises(RunError, match="the data are others"):
+        config.run(tmp_path / "run", network=net, data=digits_as_tensors(first=2), progress=False)
+    config.run(tmp_path / "run", network=net, data=data, progress=False)
+    assert (tmp_path / "run/results.json").exists()
+
+
+def test_classes_unlike_the_head(tmp_path):
+    with pytest.raises(
+        RunError, match=r"returns \(7,\) numbers for a sample, and digits has 10 classes"
+    ) as caught:
+        quick(head="fc").run(tmp_path / "run", network=Small(7), data=open_data("digits"), progress=False)
+    assert caught.value.code == "classes"
+
+
+def test_labels_out_of_range(tmp_path):
+    images = torch.zeros(40, 3, 8, 8)
+    labels = torch.arange(40) % 10
+    labels[7] = 12
+    with pytest.raises(DataError, match="12"):
+        quick().run(
+            tmp_path / "run", data=Data.of(TensorDataset(images, labels), classes=tuple("0123456789"))
+        )
+
+
+def test_an_adapted_network_is_refused(tmp_path):
+    net = Small()
+    sp.attach_(net, sp.SPLoRA(2))
+    with pytest.raises(AttachmentError, match="detach_"):
+        quick().run(tmp_path / "run", network=net, progress=False)
+
+
+def test_subtasks_and_seeds(tmp_path):
+    one = quick(classes=("3", "5"), epochs=1, densities=())
+    first = one.run(tmp_path / "a", progress=False)
+    assert len(first.rows) == 1
+    one.run(tmp_path / "b", progress=False)
+    assert outcome(tmp_path / "a") == outcome(tmp_path / "b")
+    one.with_(seed=1).run(tmp_path / "c", progress=False)
+    assert outcome(tmp_path / "a")["tasks"] != outcome(tmp_path / "c")["tasks"]
+    assert first.tasks.load("digits-100").info().classes == ("3", "5")
+
+
+def test_workers_change_nothing(tmp_path):
+    quick(densities=(0.5,)).run(tmp_path / "none", progress=False)
+    quick(densities=(0.5,), workers=2).run(tmp_path / "two", progress=False)
+    assert outcome(tmp_path / "none") == outcome(tmp_path / "two")
+
+
+def test_progress_in_lines(tmp_path, capsys):
+    quick(epochs=1, densities=(0.5,)).run(tmp_path / "run")
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    lines = shown.err.splitlines()
+    assert lines[0].startswith("[5/10")
+    assert "block 0, epoch 1: loss" in lines[0]
+    assert any("digits-50: " in line and "of MACs" in line for line in lines)
+
+
+def test_progress_as_a_bar(monkeypatch):
+    import io
+
+    from spalier.runs.progress import Progress
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    bar = Progress(4, 2, True, stream)
+    bar.step("block 1/2, epoch 1/1", 0.5)
+    bar.line("something that stays")
+    bar.close()
+    assert "3/4" in stream.getvalue()
+    assert "something that stays" in stream.getvalue()
+
+
+def test_tensorboard_gets_the_numbers(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    results = quick(epochs=2, densities=(0.5,), trackers=("auto",)).run(tmp_path / "run", progress=False)
+    events = EventAccumulator(str(tmp_path / "run" / "tracking"))
+    events.Reload()
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["kind"] == "epoch"]
+    assert [e.value for e in events.Scalars("train/loss")] == pytest.approx(losses, rel=1e-6)
+    assert [e.value for e in events.Scalars("block/test")] == pytest.approx(
+        [row["test"] for row in results.rows]
+    )
