@@ -100,6 +100,7 @@ def masks(method: str, seed: int, folder: Path, weights: Path) -> dict[str, Any]
         data="digits",
         classes=tuple("56789"),
         size=SIZE,
+        limit=320,
         weights=str(weights),
         method=method,  # type: ignore[arg-type]
         writers="coupled",
@@ -227,11 +228,8 @@ def main() -> None:
         folder = Path(place)
         if options.part == "masks":
             bases = {seed: pretrained(folder, seed) for seed in range(options.seeds)}
-            methods = ["splora"] * options.seeds + ["fine-pruning"]
-            seeds = [*range(options.seeds), 0]
-            found["masks"] = [
-                masks(method, seed, folder, bases[seed]) for method, seed in zip(methods, seeds, strict=True)
-            ]
+            found["masks"] = [masks("splora", seed, folder, bases[seed]) for seed in bases]
+            found["masks"].append(masks("fine-pruning", 0, folder, bases[0]))
         else:
             weights = Path(os.environ["SPALIER_WEIGHTS"]) / "resnet20-cifar100.safetensors"
             found["teaching"] = [teaching(seed, folder, weights) for seed in range(options.seeds)]

@@ -11,7 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/criteria.md", "docs/tasks.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/criteria.md", "docs/runs.md", "docs/sweeps.md", "docs/tasks.md"]
+)
 def test_code_in_the_docs_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from spalier.pruning.plan import Plan
     from spalier.pruning.prune import prune_
     from spalier.pruning.recovery import Recovery
+    from spalier.runs.sweep import Sweep
     from spalier.runs.transfer import TransferPruning
     from spalier.scheduling import Schedule
     from spalier.structure.structure import Structure
@@ -40,6 +41,7 @@ __all__ = [
     "Scores",
     "Store",
     "Structure",
+    "Sweep",
     "Switcher",
     "Task",
     "TransferPruning",
@@ -66,6 +68,7 @@ _LATER = {
     "Scores": "criteria",
     "Store": "tasks.store",
     "Structure": "structure.structure",
+    "Sweep": "runs.sweep",
     "Switcher": "tasks.switcher",
     "Task": "tasks.task",
     "TransferPruning": "runs.transfer",

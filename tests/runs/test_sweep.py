@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,9 @@ from hypothesis import strategies as st
 from running import Small, outcome, quick
 
 from spalier.errors import ConfigError, RunError
+from spalier.runs import places
 from spalier.runs.folder import RunFolder
-from spalier.runs.places import Job, OnRay, Report, carry_out
+from spalier.runs.places import Job, Local, OnRay, Report, carry_out
 from spalier.runs.sweep import Summary, Sweep, SweepResults
 from spalier.runs.transfer import TransferPruning
 
@@ -167,6 +169,15 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     assert caught.value.code == "folder"
 
 
+def test_a_sweep_that_is_going_on_is_left_alone(tmp_path):
+    with (
+        RunFolder(tmp_path / "sweep").locked(),
+        pytest.raises(RunError, match="another process is working") as caught,
+    ):
+        Sweep(quick(), over={"seed": [0]}).run(tmp_path / "sweep", progress=False)
+    assert caught.value.code == "busy"
+
+
 def test_ray_that_is_missing_gives_the_line_that_helps(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install spalier\[ray\]"):
@@ -174,6 +185,12 @@ def test_ray_that_is_missing_gives_the_line_that_helps(tmp_path, monkeypatch):
 
 
 # -- attempts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 class Pretended:
@@ -234,13 +251,55 @@ def test_whatever_is_raised_stops_the_runs():
     assert place.stopped
 
 
+def attempt(monkeypatch, code: str) -> Local:
+    """A run whose process does something else."""
+    monkeypatch.setattr(places, "_BEGIN", code)
+    place = Local()
+    place.start(job("run"))
+    return place
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "import sys; print('half\\nof it', file=sys.stderr); sys.exit(7)",
+            "with code 7; its last words: of it",
+        ),
+        ("import os; print('{'); os._exit(0)", "the process ended with code 0"),
+        ("import os; os.abort()", "the process was ended by SIGABRT"),
+    ],
+)
+def test_processes_that_can_say_nothing_themselves(here, monkeypatch, code, message):
+    place = attempt(monkeypatch, code)
+    found = []
+    wait_for(lambda: found.extend(place.finished()) or found)
+    [(name, report)] = found
+    assert (name, report.done, report.again) == ("run", False, True)
+    assert report.message.endswith(message)
+
+
+def test_processes_that_cannot_be_started(here):
+    place = Local()
+    place.start(replace(job("run"), cwd=str(here / "nowhere")))
+    [(name, report)] = place.finished()
+    assert name == "run"
+    assert re.match("no process could be started: .*nowhere", report.message)
+
+
+def test_processes_that_do_not_listen_are_killed(here, monkeypatch):
+    monkeypatch.setattr(places, "GRACE", 0.2)
+    deaf = "import os, signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    place = attempt(monkeypatch, deaf + "print(os.getpid(), file=sys.stderr, flush=True); time.sleep(600)")
+    wait_for(lambda: Path("log").read_text().splitlines()[1:])
+    process = int(Path("log").read_text().splitlines()[1])
+    os.kill(process, 0)  # it is there
+    place.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
 # -- for real ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def check_alone(config, folder):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from spalier.data.augment import ITEM, Ints
-from spalier.data.samples import check_labels, digest
+from spalier.data.samples import check_labels, digest, in_range
 from spalier.data.text import shown
 from spalier.errors import ConfigError, DataError
 
@@ -81,7 +81,7 @@ class Given:
     def _item(self, index: int) -> tuple[Tensor, int]:
         image, label = _pair(self.dataset, index, self.name)
         label = _integer(label, index, self.name)
-        if not 0 <= label < self._classes:
+        if not in_range(label, self._classes):
             raise DataError(
                 f"{self.name}: sample {index} has label {label}, expected 0 to {self._classes - 1}; "
                 "pass the names of all classes, or correct the labels"

@@ -104,9 +104,15 @@ def digest(*pieces: Bytes | Ints | bytes | str) -> str:
     return whole.hexdigest()
 
 
+def in_range(labels: Any, classes: int) -> Any:
+    """Which labels there can be; where there are no classes, -1 alone."""
+    lowest = 0 if classes else -1
+    return (lowest <= labels) & (labels < max(classes, lowest + 1))
+
+
 def check_labels(labels: Ints, classes: int, what: str) -> Ints:
     """Labels in range, or an error that shows the first that is not."""
-    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    wrong = np.flatnonzero(~in_range(labels, classes))
     if len(wrong):
         first = int(wrong[0])
         raise DataError(

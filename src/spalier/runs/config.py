@@ -200,6 +200,11 @@ class Settings:
         check_known(cls, given, where)
         return cls(**given)
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings as they were given, before the recipe filled in the rest."""
+        return dict(vars(self)["_given"])
+
     def to_yaml(self) -> str:
         """All settings, as `load` reads them."""
         return written(self)
@@ -211,8 +216,7 @@ class Settings:
         3
         """
         check_known(type(self), changes, "with_")
-        given: dict[str, Any] = vars(self)["_given"]
-        return type(self)(**{**given, **changes})
+        return type(self)(**{**self.given, **changes})
 
     def targets(self) -> tuple[float, ...]:
         """The densities after the first block, falling."""

@@ -148,8 +148,7 @@ class Local:
         try:
             self._running[job.name] = _Process(job)
         except OSError as error:
-            report = Report(False, f"no process could be started: {error}")
-            self._unstarted.append((job.name, report))
+            self._unstarted.append((job.name, Report(False, f"no process could be started: {error}")))
 
     def finished(self) -> list[tuple[str, Report]]:
         """The processes that have ended since."""
@@ -186,18 +185,25 @@ class _Process:
     def __init__(self, job: Job) -> None:
         self.job = job
         Path(job.log).parent.mkdir(parents=True, exist_ok=True)
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # files cannot be kept open by its children, as pipes are
-        with tempfile.TemporaryFile() as told, Path(job.log).open("ab") as log:
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe could be kept open by its children
+        try:
+            self._process = self._started()
+        except BaseException:
+            self._said.close()
+            raise
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        with tempfile.TemporaryFile() as told, Path(self.job.log).open("ab") as log:
             told.write(self._told())
             told.seek(0)
             log.write(f"--- {datetime.now():%Y-%m-%d %H:%M:%S} ---\n".encode())
             log.flush()
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-c", _BEGIN],
                 stdin=told,
                 stdout=self._said,
                 stderr=log,
-                cwd=job.cwd,
+                cwd=self.job.cwd,
                 env=self._environment(),
                 process_group=0 if os.name == "posix" else None,
             )
@@ -251,8 +257,8 @@ def _ending(code: int, log: Path) -> str:
         how = f"the process was ended by {signal.Signals(-code).name}"
     if -code == getattr(signal, "SIGKILL", 9):
         how += ", as the system does when memory runs out"
-    lines = log.read_text("utf-8", errors="replace").strip().splitlines()
-    return f"{how}; its last words: {lines[-1][:_WORDS]}" if lines else how
+    last = log.read_text("utf-8", errors="replace").strip().rpartition("\n")[2]
+    return how if last.startswith("--- ") else f"{how}; its last words: {last[:_WORDS]}"
 
 
 # -- the process of a run ---------------------------------------------------------------------------------------------
@@ -313,9 +319,8 @@ def _run(config: TransferPruning, folder: str) -> None:
 
 
 def _is_hopeless(error: Exception) -> bool:
-    return isinstance(error, ConfigError | DataError) or (
-        isinstance(error, RunError) and error.code in HOPELESS
-    )
+    known = isinstance(error, RunError) and error.code in HOPELESS
+    return known or isinstance(error, ConfigError | DataError)
 
 
 # -- a Ray cluster ----------------------------------------------------------------------------------------------------

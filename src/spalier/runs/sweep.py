@@ -93,7 +93,7 @@ class Sweep:
         import yaml
 
         # as given, without what the recipe adds: that may depend on the settings which are gone through
-        plain = json.loads(json.dumps({"base": vars(self.base)["_given"], "over": self.over}))
+        plain = json.loads(json.dumps({"base": self.base.given, "over": self.over}))
         return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, default_flow_style=None))
 
     def run(
