@@ -14,7 +14,6 @@ import pytest
 import safetensors.torch
 from running import outcome, quick
 
-from spalier import tracing
 from spalier.errors import RunError
 from spalier.runs.engine import Engine
 from spalier.runs.transfer import TransferPruning
@@ -109,17 +108,6 @@ def test_killed_at_every_write(tmp_path, monkeypatch, whole):
     config = quick(checkpoint_seconds=1000)
     folder = tmp_path / "run"
     kills = 0
-    structures = {}
-    trace = tracing.trace
-
-    def remembered(net, example):  # each start traces the same network
-        return (
-            structures.setdefault("small", None)
-            or structures.update(small=trace(net, example))
-            or structures["small"]
-        )
-
-    monkeypatch.setattr(tracing, "trace", remembered)
     while kills < 60:
         with monkeypatch.context() as patch:
             killed_at(patch, kills % 5 + 1, files, "write", after=kills // 5 % 2 == 1)

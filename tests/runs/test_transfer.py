@@ -111,12 +111,13 @@ def test_a_teacher_alone_without_labels(tmp_path, fine):
     }
     results = quick(**settings).run(tmp_path / "run", progress=False)
     assert results.rows[0]["epochs"] == 0
-    assert results.rows[0]["test"] == 1.0  # it agrees with itself
-    assert results.rows[1]["test"] > 0.9  # and agrees still, with half of the channels
+    assert results.rows[0]["test"] == fine.rows[0]["test"]  # test samples have labels here, to judge by
+    assert results.rows[1]["test"] > 0.85
     data = open_data("digits")
     unlabelled = Data.of(_without_labels(data.train), _without_labels(data.test))
     again = quick(**settings).run(tmp_path / "unlabelled", data=unlabelled, progress=False)
-    assert again.rows[1]["test"] > 0.9
+    assert again.rows[0]["test"] == 1.0  # it agrees with itself
+    assert again.rows[1]["test"] > 0.9  # and agrees still, with half of the channels
     assert again.tasks.load("given-50").info().classes == data.classes
 
 

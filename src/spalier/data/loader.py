@@ -133,6 +133,7 @@ class Loader:
                 sampler=self._keys,
                 batch_size=None,
                 num_workers=self.workers,
+                worker_init_fn=_as_a_worker,
                 persistent_workers=True,
                 generator=torch.Generator(),  # the global one stays where it is, as without workers
                 multiprocessing_context=_context(),
@@ -143,6 +144,12 @@ class Loader:
     def _next(self, batches: Iterator[Batch | SpalierError]) -> Batch | SpalierError:
         with _explained(self):
             return next(batches)
+
+
+def _as_a_worker(_: int) -> None:
+    """Ctrl-C is for the process that has the workers, which ends them; it may have its own way to deal with signals."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class _Keys(Sampler[_Key]):

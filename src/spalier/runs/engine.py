@@ -55,7 +55,7 @@ from spalier.runs.results import Results
 from spalier.runs.samples import Samples, mean_loss
 from spalier.runs.seeds import seed_of
 from spalier.runs.stopping import Stopping
-from spalier.runs.syncing import sum_gradients_
+from spalier.runs.syncing import sum_gradients_, summed
 from spalier.tasks.store import Store
 from spalier.tasks.task import Task
 from spalier.tasks.text import SUFFIX
@@ -113,6 +113,8 @@ class Engine:
         try:
             with self.stopping:
                 while self.at.phase != "done":
+                    if self._is_asked():
+                        self._stop_()
                     phases[self.at.phase]()
         finally:
             self.progress.close()
@@ -325,7 +327,7 @@ class Engine:
 
     def _evaluated(self, net: nn.Module, part: Part) -> Evaluation:
         loader = self._loader(part, shuffle=False)
-        teacher = self.teacher if not self.config.labels else None
+        teacher = self.teacher if bool((part.labels < 0).all()) else None
         batches = ((self._placed(images), labels) for images, labels in loader.epoch(0))
         try:
             return evaluate(
@@ -438,6 +440,11 @@ class Engine:
             ),
         )
         self.saved = time.monotonic()
+
+    def _is_asked(self) -> bool:
+        """Whether any process was asked to stop."""
+        own = torch.tensor(float(self.stopping.asked is not None), device=self.machine.device)
+        return bool(summed(own))
 
     def _stop_(self) -> None:
         self._save_()

@@ -116,12 +116,16 @@ def _yaml(path: Path, text: str) -> Any:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
 
 
+_BREAKS = ("\\x85", "\\u2028", "\\u2029")  # which YAML reads as ends of lines, and its writer does not know
+
+
 def written(config: Any) -> str:
     """A configuration as YAML, every field of it."""
     import yaml
 
     plain = {f.name: _listed(getattr(config, f.name)) for f in dataclasses.fields(config)}
-    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100))
+    readable = not any(mark in repr(plain) for mark in _BREAKS)
+    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=readable, default_flow_style=None, width=100))
 
 
 def _listed(value: Any) -> Any:

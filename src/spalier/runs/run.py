@@ -157,7 +157,7 @@ def _data(config: Settings) -> Data:
         validation=config.validation,
         seed=config.seed,
         skip_bad=config.skip_bad,
-        labels=config.labels,
+        labels=config.labels or ":" not in config.data,  # those by name have some, if only to be judged by
         cache=config.cache,
         limit=config.limit,
         classes=config.classes,
