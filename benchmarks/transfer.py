@@ -48,7 +48,9 @@ class Block(nn.Module):
         self.bn1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(outputs)
-        self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        self.shortcut = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
@@ -117,7 +119,7 @@ def masks(method: str, seed: int, folder: Path, weights: Path) -> dict[str, Any]
         data="digits",
         classes=tuple("56789"),
         size=SIZE,
-        limit=320,
+        limit=240,
         weights=str(weights),
         method=method,  # type: ignore[arg-type]
         writers="coupled",
@@ -128,7 +130,7 @@ def masks(method: str, seed: int, folder: Path, weights: Path) -> dict[str, Any]
         scale_rate=False,
         rate=3e-3 if method == "splora" else 3e-4,
         rates="cosine",
-        score_samples=256,
+        score_samples=128,
         seed=seed,
         trackers=(),
         checkpoint_seconds=1e6,
@@ -177,7 +179,13 @@ def teaching(seed: int, folder: Path) -> dict[str, Any]:
     learned = base.run(folder / f"base-{seed}", progress=False).tasks.load("digits-100")
     weights = folder / f"base-{seed}.safetensors"
     save_file(learned.build(open_network("transfer:small", classes=5, seed=seed)).state_dict(), weights)
-    common |= {"classes": tuple("56789"), "weights": str(weights), "limit": 200, "epochs": 15, "epochs_each": 6}
+    common |= {
+        "classes": tuple("56789"),
+        "weights": str(weights),
+        "limit": 200,
+        "epochs": 15,
+        "epochs_each": 6,
+    }
     fine = sp.TransferPruning(**{**common, "method": "fine-pruning"})
     rows = {"fine-pruning, labels": fine.run(folder / f"fine-{seed}", progress=False).rows}
     teacher = folder / f"fine-{seed}" / "tasks" / "digits-100.task.safetensors"
@@ -228,6 +236,11 @@ def _mean(values: list[float]) -> str:
     return f"{100 * statistics.mean(values):.1f}{spread}"
 
 
+def save(found: dict[str, Any]) -> None:
+    found["machine"] = {"torch": torch.__version__.partition("+")[0], "threads": 1}
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -241,13 +254,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         if options.part == "masks":
-            bases = {seed: pretrained(folder, seed) for seed in range(options.seeds)}
-            found["masks"] = [masks("splora", seed, folder, bases[seed]) for seed in bases]
-            found["masks"].append(masks("fine-pruning", 0, folder, bases[0]))
+            base, found["masks"] = pretrained(folder, seed=0), []
+            for method, seed in [*(("splora", seed) for seed in range(options.seeds)), ("fine-pruning", 0)]:
+                found["masks"].append(masks(method, seed, folder, base))
+                save(found)
         else:
             found["teaching"] = [teaching(seed, folder) for seed in range(options.seeds)]
-    found["machine"] = {"torch": torch.__version__.partition("+")[0], "threads": 1}
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    save(found)
     print(markdown(found, options.part))
 
 

@@ -54,6 +54,12 @@ def from_first_rank(make: Callable[[], Any]) -> Any:
     return held[0]
 
 
+def wait_for_all() -> None:
+    """Go on when every rank is here."""
+    if is_distributed():
+        dist.barrier()
+
+
 def broadcast_(tensors: list[Tensor]) -> None:
     """Give every rank the values of rank 0."""
     if is_distributed():

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 from trained import Block
@@ -28,8 +29,9 @@ TIMES = ("seconds", "latency_ms")
 class Small(nn.Module):
     """A residual network for images of three channels."""
 
-    def __init__(self, classes: int = 10, width: int = 8, dropout: float = 0.0) -> None:
+    def __init__(self, classes: int = 10, width: int = 8, dropout: float = 0.0, noise: float = 0.0) -> None:
         super().__init__()
+        self.noise = noise
         self.conv1 = nn.Conv2d(3, width, 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.layers = nn.Sequential(Block(width, width, 1), Block(width, 2 * width, 2))
@@ -38,11 +40,13 @@ class Small(nn.Module):
 
     def forward(self, x):
         x = self.layers(F.relu(self.bn1(self.conv1(x))))
-        return self.fc(self.dropout(x.mean((2, 3))))
+        x = self.dropout(x.mean((2, 3)))
+        return self.fc(x + self.noise * torch.randn(x.shape[0], 1) if self.noise else x)
 
 
-def small(classes: int = 10, width: int = 8, dropout: float = 0.0) -> nn.Module:
-    return Small(classes, width, dropout)
+def small(classes: int = 10, width: int = 8, dropout: float = 0.0, noise: float = 0.0) -> nn.Module:
+    """``noise`` is drawn in eval mode too."""
+    return Small(classes, width, dropout, noise)
 
 
 def quick(**changes) -> TransferPruning:

@@ -132,7 +132,7 @@ def test_a_dead_worker(tmp_path):
     marker.touch()
     torch.manual_seed(0)
     net = Small(4)
-    config = quick(epochs=1, densities=(0.5,), workers=1, batch=16)
+    config = quick(epochs=1, densities=(0.5,), workers=1, batch=16, limit=None)
 
     def run(folder):
         data = Data.of(Deadly(marker), classes=tuple("abcd"))
@@ -202,8 +202,8 @@ def test_precisions_that_cannot_be_had(tmp_path):
     quick(epochs=0, densities=()).run(tmp_path / "run", progress=False)  # and nothing was left behind
 
 
-def test_a_batch_that_no_processes_can_share(tmp_path):
-    with pytest.raises(RunError, match="does not run on images of"):
+def test_images_that_do_not_fit(tmp_path):
+    with pytest.raises(RunError, match="does not run on float32 images of"):
         quick().run(
             tmp_path / "run", network=nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4, 10))
         )

@@ -12,10 +12,14 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-from running import outcome, quick
+import torch
+from running import Small, outcome, quick
+from torch.utils.data import TensorDataset
 
-from spalier.errors import RunError
+from spalier.data.data import Data
+from spalier.errors import NetworkError, RunError
 from spalier.runs.engine import Engine
+from spalier.runs.folder import RunFolder
 from spalier.runs.transfer import TransferPruning
 from spalier.tasks import files
 
@@ -103,6 +107,17 @@ def test_killed_in_the_middle_of_everything(tmp_path, monkeypatch, whole, varian
     assert outcome(folder) == whole(variant)
 
 
+def test_networks_that_draw_numbers_in_eval_mode(tmp_path, monkeypatch):
+    config = quick(network_options={"noise": 1.0}, densities=(), validate_every=1, checkpoint_seconds=0)
+    config.run(tmp_path / "never", progress=False)
+    with monkeypatch.context() as patch:
+        killed_at(patch, 8, Engine, "_step_", after=True)
+        with pytest.raises(Killed):
+            config.run(tmp_path / "run", progress=False)
+    config.run(tmp_path / "run", progress=False)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "never")
+
+
 def test_killed_at_every_write(tmp_path, monkeypatch, whole):
     """Before and after each file is put in place, one after the other: the folder is never half of something."""
     config = quick(checkpoint_seconds=1000)
@@ -128,14 +143,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may have ig
 import torch
 torch.set_num_threads(1)
 from running import quick
-quick(epochs=3, checkpoint_seconds={seconds}).run(sys.argv[1], progress=False)
+quick(epochs=3, checkpoint_seconds={seconds}, workers={workers}).run(sys.argv[1], progress=False)
 """
 
 
-def start(folder: Path, seconds: float = 0.05) -> subprocess.Popen:
+def start(folder: Path, seconds: float = 0.05, workers: int = 0) -> subprocess.Popen:
     path = [str(ROOT / "tests"), str(ROOT / "tests/runs"), str(ROOT / "tools")]
-    code = SCRIPT.format(path=path, seconds=seconds)
-    return subprocess.Popen([sys.executable, "-c", code, str(folder)], stderr=subprocess.PIPE, text=True)
+    code = SCRIPT.format(path=path, seconds=seconds, workers=workers)
+    command = [sys.executable, "-c", code, str(folder)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def test_killed_for_real(tmp_path):
@@ -162,14 +178,14 @@ def test_killed_for_real(tmp_path):
     assert outcome(folder) == outcome(never)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_asked_to_stop(tmp_path, number):
-    """Ctrl-C and SIGTERM end a run after a step, with a checkpoint of it."""
+@pytest.mark.parametrize(("number", "workers"), [(signal.SIGINT, 0), (signal.SIGTERM, 1)])
+def test_asked_to_stop(tmp_path, number, workers):
+    """Ctrl-C and SIGTERM end a run after a step, with a checkpoint of it; both come to processes that load data too."""
     folder = tmp_path / "run"
-    process = start(folder, seconds=1000)
+    process = start(folder, seconds=1000, workers=workers)
     while not (folder / "metrics.jsonl").exists() and process.poll() is None:
         time.sleep(0.01)
-    os.kill(process.pid, number)
+    os.killpg(process.pid, number)
     _, words = process.communicate(timeout=60)
     if number == signal.SIGTERM:
         assert process.returncode == 128 + 15, words
@@ -217,6 +233,61 @@ def test_other_settings_are_refused_with_the_difference(tmp_path, monkeypatch):
     assert {path: path.read_bytes() for path in _files(folder)} == before
     quick(checkpoint_seconds=7, workers=0).run(folder, progress=False)  # changes nothing that comes out
     assert TransferPruning.load(folder) == quick()
+
+
+def test_done_with_something_else_is_refused(tmp_path):
+    torch.manual_seed(0)
+    net, other = Small(), Small()
+    data = Data.of(TensorDataset(torch.rand(40, 3, 8, 8), torch.arange(40) % 10))
+    rest = Data.of(TensorDataset(torch.rand(40, 3, 8, 8), torch.arange(40) % 10))
+    config = quick(epochs=1, densities=(), limit=None)
+    first = config.run(tmp_path / "run", network=net, data=data, progress=False)
+    assert config.run(tmp_path / "run", network=net, data=data, progress=False).rows == first.rows
+    for given in ({"network": other, "data": data}, {"network": net, "data": rest}):
+        with pytest.raises(RunError, match="the run is done, with") as caught:
+            config.run(tmp_path / "run", **given, progress=False)
+        assert caught.value.code == "changed"
+
+
+def test_a_run_that_never_began_claims_nothing(tmp_path):
+    with pytest.raises(NetworkError):
+        quick(network="resnet99").run(tmp_path / "run", progress=False)
+    quick(epochs=0, densities=()).run(tmp_path / "run", progress=False)
+    assert TransferPruning.load(tmp_path / "run").network == "running:small"
+
+
+def test_another_teacher_is_refused(tmp_path, monkeypatch):
+    quick(epochs=1, densities=()).run(tmp_path / "teacher", progress=False)
+    teacher = tmp_path / "teacher/tasks/digits-100.task.safetensors"
+    config = quick(distill=teacher)
+    with monkeypatch.context() as patch:
+        killed_at(patch, 1, Engine, "_score_", after=False)
+        with pytest.raises(Killed):
+            config.run(tmp_path / "run", progress=False)
+    quick(epochs=2, densities=()).run(tmp_path / "other", progress=False)
+    kept = teacher.read_bytes()
+    teacher.write_bytes((tmp_path / "other/tasks/digits-100.task.safetensors").read_bytes())
+    with pytest.raises(RunError, match="the teacher is another") as caught:
+        config.run(tmp_path / "run", progress=False)
+    assert caught.value.code == "changed"
+    teacher.write_bytes(kept)
+    config.run(tmp_path / "run", progress=False)
+    assert (tmp_path / "run/results.json").exists()
+
+
+def test_children_do_not_keep_the_lock(tmp_path):
+    """A process that was forked in a run and outlives it leaves the folder free."""
+    with RunFolder(tmp_path / "run").locked():
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+    try:
+        with RunFolder(tmp_path / "run").locked():
+            assert os.waitpid(child, os.WNOHANG) == (0, 0)  # it is still there
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_nothing_in_the_folder_is_a_pickle(tmp_path):

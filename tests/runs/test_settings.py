@@ -1,5 +1,6 @@
 """Settings: what they refuse, what recipes make of them, and that files keep them."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,7 +40,38 @@ def test_changes_follow_the_recipe_again():
     assert config.with_(data="cifar100").name == "cifar100"
 
 
+def test_what_was_loaded_follows_the_recipe_again(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(TransferPruning(recipe="paper", data="cifar10", epochs=3).to_yaml())
+    loaded = TransferPruning.load(file)
+    assert loaded.with_(densities=(0.5,)).targets() == (0.5,)
+    assert loaded.with_(data="flowers102").epochs_each == 50
+    assert loaded.with_(data="flowers102").network_options == {}
+    assert loaded.with_(data="digits").name == "digits"
+    assert loaded.with_(recipe="fast").optimizer == "adamw"
+    assert loaded.with_(recipe="fast").epochs == 3
+    file.write_text(TransferPruning().to_yaml())
+    assert TransferPruning.load(file).with_(method="fine-pruning").rate == 1e-3
+    assert TransferPruning.load(file).with_(end=0.2).targets()[-1] == 0.2
+
+
+def test_settings_are_copies():
+    options = {"cap": True}
+    config = TransferPruning(adapter=options)
+    options["cap"] = False
+    config.given["adapter"]["cap"] = False
+    assert config.adapter == config.with_(seed=1).adapter == {"cap": True}
+
+
+def test_numbers_and_paths_of_other_libraries(tmp_path):
+    config = TransferPruning(rate=np.float32(0.5), seed=np.int64(3), weights=tmp_path / "w.pth")
+    assert (config.rate, config.seed, config.weights) == (0.5, 3, str(tmp_path / "w.pth"))
+
+
 BAD = [
+    ({"seed": 2**63}, r"expected less than 2\*\*63"),
+    ({"name": "n" * 95}, "name:"),
+    ({"rank": "8"}, "rank is '8', expected a whole number or a number"),
     ({"rate": 0}, "rate is 0.0, expected more than 0"),
     ({"rate": "quick"}, "rate is 'quick', expected a number"),
     ({"rate": float("nan")}, "rate is nan"),
@@ -95,6 +127,8 @@ def test_names_that_are_none(tmp_path):
         ("a.yaml", "1: 2", "holds a dict"),
         ("a.yaml", "!!python/object/apply:os.system ['true']", "no YAML"),
         ("a.toml", "rank = ", "no TOML"),
+        ("a.TOML", "rank: 3", "no TOML"),
+        ("a.yaml", "rank: 3\nrank: 4", "'rank' is there twice"),
     ],
 )
 def test_files_that_are_none(tmp_path, name, text, message):

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import spalier as sp
 from spalier.data.data import Data
 from spalier.data.open import open_data
-from spalier.errors import AttachmentError, ConfigError, DataError, RunError
+from spalier.errors import AttachmentError, ConfigError, DataError, RunError, SpalierError
 from spalier.networks import open_network
 
 
@@ -100,6 +100,7 @@ def test_a_teacher_alone_without_labels(tmp_path, fine):
     """Labels are not looked at, and need not be there."""
     start = str(fine.folder / "tasks" / "digits-100.task.safetensors")
     settings = {
+        "method": "fine-pruning",
         "labels": False,
         "distill": "self",
         "start": start,
@@ -115,7 +116,9 @@ def test_a_teacher_alone_without_labels(tmp_path, fine):
     assert results.rows[1]["test"] > 0.85
     data = open_data("digits")
     unlabelled = Data.of(_without_labels(data.train), _without_labels(data.test))
-    again = quick(**settings).run(tmp_path / "unlabelled", data=unlabelled, progress=False)
+    base = open_network("running:small", classes=10, width=16)
+    settings |= {"network_options": {}}
+    again = quick(**settings).run(tmp_path / "unlabelled", network=base, data=unlabelled, progress=False)
     assert again.rows[0]["test"] == 1.0  # it agrees with itself
     assert again.rows[1]["test"] > 0.9  # and agrees still, with half of the channels
     assert again.tasks.load("given-50").info().classes == data.classes
@@ -135,12 +138,25 @@ def test_taught_by_a_file(tmp_path, fine):
 def test_starting_from_a_task(tmp_path, fine):
     start = str(fine.folder / "tasks" / "digits-50.task.safetensors")
     config = quick(
-        start=start, densities=(0.3,), limit=None, rate=1e-3, network_options={"width": 16}, name="on"
+        start=start,
+        method="fine-pruning",
+        densities=(0.3,),
+        limit=None,
+        network_options={"width": 16},
+        name="on",
     )
     results = config.run(tmp_path / "run", progress=False)
     assert results.rows[0]["test"] == fine.rows[1]["test"]
     assert results.rows[0]["channels"] == fine.rows[1]["channels"]
     assert results.rows[1]["channels"] <= 0.3
+    assert results.rows[0]["task"] == "on-start"
+    assert results.rows[0]["target"] == results.rows[0]["channels"] < 0.51
+    for changes, message in (
+        ({"method": "splora"}, "learned with 'fine-pruning'; set that"),
+        ({"densities": (0.8, 0.3)}, "has 4.* of the channels left, and 0.8 is asked for"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            config.with_(**changes).run(tmp_path / "other", progress=False)
 
 
 def digits_as_tensors(first: int = 0) -> Data:
@@ -157,7 +173,7 @@ def test_a_network_and_data_of_ones_own(tmp_path):
     net = Small()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     net.train()
-    config = quick(epochs=1, densities=(0.5,))
+    config = quick(epochs=1, densities=(0.5,), limit=None)
     torch.manual_seed(11)
     random.seed(11)
     np.random.seed(11)
@@ -191,7 +207,7 @@ def test_another_network_or_other_data_are_refused(tmp_path):
 
     torch.manual_seed(3)
     net, data = Small(), digits_as_tensors()
-    config = quick(epochs=1, densities=(0.5,))
+    config = quick(epochs=1, densities=(0.5,), limit=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "_score_", stop)
         with pytest.raises(Enough):
@@ -209,7 +225,9 @@ def test_classes_unlike_the_head(tmp_path):
     with pytest.raises(
         RunError, match=r"returns \(7,\) numbers for a sample, and digits has 10 classes"
     ) as caught:
-        quick(head="fc").run(tmp_path / "run", network=Small(7), data=open_data("digits"), progress=False)
+        quick(head="fc", limit=None).run(
+            tmp_path / "run", network=Small(7), data=open_data("digits"), progress=False
+        )
     assert caught.value.code == "classes"
 
 
@@ -228,6 +246,78 @@ def test_an_adapted_network_is_refused(tmp_path):
     sp.attach_(net, sp.SPLoRA(2))
     with pytest.raises(AttachmentError, match="detach_"):
         quick().run(tmp_path / "run", network=net, progress=False)
+
+
+def test_modes_and_gradients_come_back(tmp_path):
+    net = Small()
+    net.train()
+    net.bn1.eval()
+    net.fc.weight.grad = torch.ones_like(net.fc.weight)
+    quick(epochs=1, densities=(0.5,)).run(tmp_path / "run", network=net, progress=False)
+    assert net.training
+    assert not net.bn1.training
+    assert torch.equal(net.fc.weight.grad, torch.ones_like(net.fc.weight))
+    assert net.conv1.weight.grad is None
+
+
+def test_learning_under_no_grad(tmp_path):
+    with torch.no_grad():
+        results = quick(epochs=1, densities=()).run(tmp_path / "run", progress=False)
+        assert not torch.is_grad_enabled()
+    assert len(results.rows) == 1
+
+
+class WithState(Small):
+    """A module with state that is no tensor."""
+
+    def get_extra_state(self):
+        return {"version": 3}
+
+    def set_extra_state(self, state) -> None:
+        pass
+
+
+def unlabelled() -> Data:
+    return Data.of(TensorDataset(torch.rand(40, 3, 8, 8), torch.full((40,), -1)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "message"),
+    [
+        (
+            {},
+            {"data": TensorDataset(torch.rand(4, 3), torch.zeros(4))},
+            "data is a TensorDataset, expected.*Data.of",
+        ),
+        ({}, {"network": {}}, "network is a dict, expected a torch.nn.Module"),
+        ({"weights": "w.pth"}, {"network": Small()}, "weights is set, and a network was given"),
+        ({"network_options": {"width": 4}}, {"network": Small()}, "network_options is set"),
+        ({"limit": 3}, {"data": digits_as_tensors()}, "limit is set, and data was given"),
+        ({}, {"data": unlabelled()}, "the samples have no labels; set labels: false"),
+        ({"keep": "best", "validate_every": 1}, {"data": digits_as_tensors()}, "have no validation samples"),
+        ({"select": {"round_to": "x"}}, {}, "round_to is 'x'"),
+        ({"select": {"normalise": "l3"}}, {}, "normalise is 'l3'"),
+        ({"select": {"protect": ["nope"]}}, {}, "nope"),
+        ({"densities": (0.5, 0.001)}, {}, "0.001"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_cannot_work_is_said_before_anything_is_learned(tmp_path, settings, given, message):
+    with pytest.raises(SpalierError, match=message):
+        quick(**{"limit": None, **settings}).run(tmp_path / "run", **given, progress=False)
+    assert not (tmp_path / "run/checkpoint.safetensors").exists()
+
+
+def test_networks_on_the_meta_device(tmp_path):
+    with torch.device("meta"):
+        net = Small()
+    with pytest.raises(ConfigError, match="meta device"):
+        quick().run(tmp_path / "run", network=net, progress=False)
+
+
+def test_state_that_is_no_tensor(tmp_path):
+    results = quick(epochs=0, densities=()).run(tmp_path / "run", network=WithState(), progress=False)
+    assert len(results.rows) == 1
 
 
 def test_subtasks_and_seeds(tmp_path):

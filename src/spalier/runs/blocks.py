@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spalier.errors import ConfigError
 from spalier.pruning.plan import Plan
 from spalier.runs.checkpoint import Position
+from spalier.runs.config import METHODS, Settings
 from spalier.runs.evaluating import Evaluation
 from spalier.tasks.task import Task
 
@@ -49,6 +51,35 @@ class Block:
             "epochs": self.at.epochs,
             "steps": self.at.step,
         }
+
+
+def share_of(task: Task, budget: str) -> float:
+    """How much of the base a task has left, by the measure of a budget; 1 where that is no share."""
+    pair = getattr(task.description.density, budget, None)
+    return 1.0 if pair is None else float(pair[0] / pair[1])
+
+
+def check_start(config: Settings, task: Task) -> None:
+    """Refuse to begin with a task that the settings do not describe."""
+    found = task.description.adapter
+    wanted = METHODS[config.method].__name__
+    if found["kind"] != wanted:
+        names = {kind.__name__: name for name, kind in METHODS.items()}
+        raise ConfigError(
+            f"method is {config.method!r}, and the task to start from was learned with {names[found['kind']]!r}; "
+            "set that"
+        )
+    if found.get("rank", config.rank) != config.rank:
+        raise ConfigError(
+            f"rank is {config.rank}, and the task to start from has rank {found['rank']}; set that"
+        )
+    left = share_of(task, config.budget)
+    above = [target for target in config.targets() if config.budget != "bytes" and target >= left]
+    if above:
+        raise ConfigError(
+            f"the task to start from has {left:.1%} of the {config.budget} left, and {above[0]:g} is asked for; "
+            "expected lower densities"
+        )
 
 
 def _share(pair: tuple[int, int] | None) -> float | None:

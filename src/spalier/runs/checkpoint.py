@@ -55,6 +55,8 @@ class Checkpoint:
     base: str
     """The digest of the base's values, and of the data."""
     data: str
+    teacher: str = ""
+    """Of the teacher's file, where there is one."""
     metrics: int = 0
     """How many bytes of metrics.jsonl belong to it."""
     loss: float = 0.0
@@ -70,7 +72,7 @@ class Checkpoint:
         return {n.removeprefix(f"{kind}:"): t for n, t in self.tensors.items() if n.startswith(f"{kind}:")}
 
 
-_PLAIN = ("base", "data", "metrics", "loss", "best", "plan", "rows", "seconds", "scaler")
+_PLAIN = ("base", "data", "teacher", "metrics", "loss", "best", "plan", "rows", "seconds", "scaler")
 
 
 def save_checkpoint(folder: RunFolder, checkpoint: Checkpoint) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -16,7 +17,8 @@ from spalier.criteria.score import CRITERIA
 from spalier.criteria.simple import Random
 from spalier.errors import ConfigError, TaskFileError
 from spalier.runs.fields import check_known, checked, read, written
-from spalier.runs.recipes import settings
+from spalier.runs.recipes import RECIPES, settings
+from spalier.runs.seeds import seed_of
 from spalier.scheduling import agp, iterative
 from spalier.tasks.text import check_name
 
@@ -27,6 +29,8 @@ METHODS: dict[str, type[Any]] = {
     "fine-pruning": FineTune,
 }
 SELECT_OPTIONS = ("normalise", "aggregate", "min_keep", "round_to", "protect", "rank")
+FILLED = frozenset({"name", "network_options", "epochs_last"}.union(*RECIPES.values()))
+"""Settings that follow from others where nobody gives them."""
 FREE = frozenset({"workers", "cache", "data_folder", "checkpoint_seconds", "trackers"})
 """Settings that do not change what comes out, and may differ when a run goes on."""
 
@@ -169,9 +173,9 @@ class Settings:
     trackers: tuple[str, ...] = ("auto",)
 
     def __post_init__(self) -> None:
-        self._set("_given", {each.name: getattr(self, each.name) for each in fields(self)})
         for each in fields(self):
             self._set(each.name, checked(type(self), each.name, getattr(self, each.name)))
+        self._set("_given", copy.deepcopy({each.name: getattr(self, each.name) for each in fields(self)}))
         for name, value in settings(self.recipe, vars(self)).items():
             if getattr(self, name) is None:
                 self._set(name, value)
@@ -198,12 +202,23 @@ class Settings:
     def of(cls, given: Mapping[str, Any], where: str = "the configuration") -> Self:
         """A configuration from settings by name; names that are none are refused."""
         check_known(cls, given, where)
-        return cls(**given)
+        config = cls(**given)
+        plain = {name: value for name, value in given.items() if value is not None}
+        for name in (
+            FILLED & plain.keys()
+        ):  # a run writes everything down; what nobody chose goes on following the recipe
+            without = {other: value for other, value in plain.items() if other != name}
+            try:
+                if cls(**without) == config:
+                    plain = without
+            except ConfigError:
+                continue
+        return cls(**plain)
 
     @property
     def given(self) -> dict[str, Any]:
         """The settings as they were given, before the recipe filled in the rest."""
-        return dict(vars(self)["_given"])
+        return copy.deepcopy(dict(vars(self)["_given"]))
 
     def to_yaml(self) -> str:
         """All settings, as `load` reads them."""
@@ -254,7 +269,7 @@ class Settings:
         """The criterion, for one block: random numbers are others each time."""
         options = dict(self.criterion_options)
         if CRITERIA[self.criterion] is Random:
-            options.setdefault("seed", self.seed * 1000 + block)
+            options.setdefault("seed", seed_of(self.seed, "random", block))
         try:
             made: Criterion = CRITERIA[self.criterion](**options)
         except TypeError as error:
@@ -276,12 +291,17 @@ def _name(data: str) -> str:
     return kept[:60] or "task"
 
 
+_LONGEST = "1000000000B"  # what a task's name may have behind the run's
+
+
 def _check(config: Settings) -> None:
     try:
-        check_name(config.name)
+        check_name(f"{config.name}-{_LONGEST}")
     except TaskFileError as error:
         raise ConfigError(f"name: {error}") from error
     _check_numbers(config)
+    if config.seed >= 2**63:
+        raise ConfigError(f"seed is {config.seed}, expected less than 2**63")
     if config.criterion not in CRITERIA:
         raise ConfigError(f"criterion is {config.criterion!r}, expected one of {', '.join(CRITERIA)}")
     unknown = sorted(set(config.select) - set(SELECT_OPTIONS))

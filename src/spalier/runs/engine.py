@@ -6,9 +6,11 @@ values in the network and nothing else, so a run that was killed goes on from it
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,16 +24,18 @@ from spalier.attaching import attach_
 from spalier.budget.select import select
 from spalier.criteria.probe import structure_of
 from spalier.criteria.score import score
+from spalier.criteria.scores import Scores
 from spalier.data.data import Data
 from spalier.data.loader import Loader
 from spalier.data.part import Part
-from spalier.errors import NonFiniteError, RunError, TaskFileError
+from spalier.distributed import wait_for_all
+from spalier.errors import DataError, NonFiniteError, RunError, TaskFileError
 from spalier.networks import logits_of
 from spalier.pruning.plan import Plan
 from spalier.pruning.prune import prune_
 from spalier.pruning.recovery import Recovery
 from spalier.runs import losses
-from spalier.runs.blocks import Block, block_line, described, latency_of, plain_plan
+from spalier.runs.blocks import Block, block_line, check_start, described, latency_of, plain_plan, share_of
 from spalier.runs.checkpoint import Checkpoint, Position, load_checkpoint, save_checkpoint
 from spalier.runs.config import Settings
 from spalier.runs.evaluating import Evaluation, evaluate
@@ -79,7 +83,8 @@ class Engine:
         self.targets = config.targets()
         self.example = torch.zeros(2, *data.shape, device=machine.device)
         assert config.batch is not None
-        self.batch = min(config.batch, len(data.train))
+        fewer = len(data.train) // machine.world * machine.world  # which all processes can share
+        self.batch = config.batch if len(data.train) >= config.batch else max(fewer, machine.world)
         self.loader = self._loader(data.train, shuffle=True)
         self.at = Position(phase="finish" if config.start else "train")
         self.rows: list[dict[str, Any]] = []
@@ -103,6 +108,7 @@ class Engine:
             self._begin_()
         else:
             self._restore_(checkpoint)
+        wait_for_all()  # until everyone has read what the first process is about to replace
         self.progress = Progress(self._steps(), self.at.step, shown and self.machine.is_first)
         phases: dict[str, Callable[[], None]] = {
             "train": self._train_,
@@ -119,23 +125,41 @@ class Engine:
         finally:
             self.progress.close()
             self.loader.close()
-        return Results(self.folder.path, self.rows, [str(bad) for bad in self.data.skipped])
+        if self.stopping.asked is not None:
+            self.stopping.end()
+        return self._results()
+
+    def _results(self) -> Results:
+        skipped = [str(bad) for bad in self.data.skipped]
+        return Results(self.folder.path, self.rows, skipped, self.base_digest, self.data.digest)
 
     def _begin_(self) -> None:
         """Attach what will learn."""
         self._load_teacher_()
         torch.manual_seed(seed_of(self.config.seed, "adapters"))
         if self.config.start is not None:
-            Task.load(self.config.start).apply_(self.net, example=self.example)
+            start = Task.load(self.config.start)
+            check_start(self.config, start)
+            start.apply_(self.net, example=self.example)
         else:
             attach_(self.net, self.config.adapter_(), head=self.head, example=self.example)
+        self._rehearse()
         self._new_block_()
         if self.machine.is_first:
             self.folder.rewind_(0)
         self._save_()
 
+    def _rehearse(self) -> None:
+        """See that the last density can be had, and that all settings are sound, before anything is learned."""
+        if self.targets and self.config.budget != "latency":  # which would have to be measured
+            self._selected(score(self.net, criterion="weight"), self.targets[-1])
+
     def _restore_(self, checkpoint: Checkpoint) -> None:
         """Become what a checkpoint says."""
+        if checkpoint.teacher != self._teacher_digest():
+            raise RunError(
+                "changed", "the teacher is another than the one that the run was begun with; give it the same"
+            )
         if (checkpoint.base, checkpoint.data) != (self.base_digest, self.data.digest):
             other = (
                 "the base has other weights" if checkpoint.base != self.base_digest else "the data are others"
@@ -174,8 +198,13 @@ class Engine:
         epochs = self._epochs(self.at.block)
         self.net.train()
         while self.at.epoch < epochs:
-            for images, labels in self.loader.epoch(self.at.epochs, self.at.batch):
-                self._step_(images, labels)
+            try:
+                for images, labels in self.loader.epoch(self.at.epochs, self.at.batch):
+                    self._step_(images, labels)
+            except DataError:
+                if self.stopping.asked is not None:
+                    self._stop_()  # a signal for all processes has ended the workers first
+                raise
             self._end_epoch_()
         self.at = self.at.to(phase="finish")
 
@@ -260,10 +289,7 @@ class Engine:
         if last:
             self.at = self.at.to(phase="done")
             if self.machine.is_first:
-                skipped = [str(bad) for bad in self.data.skipped]
-                self.folder.write_json(
-                    self.folder.results, Results(self.folder.path, self.rows, skipped).to_dict()
-                )
+                self.folder.write_json(self.folder.results, self._results().to_dict())
             return
         self.at = self.at.to(block=self.at.block + 1, phase="score", epoch=0, batch=0)
         self._save_()
@@ -271,24 +297,29 @@ class Engine:
     def _score_(self) -> None:
         """Decide what goes next."""
         config = self.config
+        self._seed("score")
         scores = score(
             self.net,
             self._samples(config.score_samples, shared=True),
             config.criterion_(self.at.block),
             loss=mean_loss,
         )
-        target = self.targets[self.at.block - 1]
-        budget: dict[str, Any] = {config.budget: int(target) if config.budget == "bytes" else target}
-        assert config.writers is not None
-        self.plan = select(
-            self.net, scores, ranking=config.ranking, writers=config.writers, **budget, **config.select
-        )
+        self.plan = self._selected(scores, self.targets[self.at.block - 1])
         self.at = self.at.to(phase="prune")
         self._save_()
+
+    def _selected(self, scores: Scores, target: float) -> Plan:
+        config = self.config
+        budget: dict[str, Any] = {config.budget: int(target) if config.budget == "bytes" else target}
+        assert config.writers is not None
+        return select(
+            self.net, scores, ranking=config.ranking, writers=config.writers, **budget, **config.select
+        )
 
     def _prune_(self) -> None:
         """Make the network smaller, and give back in closed form what can be."""
         assert self.plan is not None
+        self._seed("prune")
         optimizer = self.optimizer if self.config.keep_optimizer else None
         recovery = None
         if self.config.recover != "none":
@@ -312,6 +343,11 @@ class Engine:
         self._teach_(fuse(self.net))
         detach_(self.net)
 
+    def _teacher_digest(self) -> str:
+        if self.config.distill in (None, "self"):
+            return ""
+        return hashlib.sha256(Path(str(self.config.distill)).read_bytes()).hexdigest()
+
     def _teach_(self, teacher: nn.Module) -> None:
         self.teacher = teacher.eval().requires_grad_(False)
         settle_(self.teacher, self.machine.channels_last)
@@ -326,6 +362,7 @@ class Engine:
         return Samples(self.data.train, chosen, self.batch, self._placed, teacher)
 
     def _evaluated(self, net: nn.Module, part: Part) -> Evaluation:
+        self._seed("evaluate")
         loader = self._loader(part, shuffle=False)
         teacher = self.teacher if bool((part.labels < 0).all()) else None
         batches = ((self._placed(images), labels) for images, labels in loader.epoch(0))
@@ -355,7 +392,8 @@ class Engine:
             if seen is not None
         }
         task = self._task(metrics)
-        block = Block(self.at, self._target(), task, validation, test, self.plan)
+        target = share_of(task, self.config.budget) if self.at.block == 0 else self.targets[self.at.block - 1]
+        block = Block(self.at, target, task, validation, test, self.plan)
         size = 0
         if self.machine.is_first:
             Store(self.folder.tasks).add(task, overwrite=True)
@@ -389,16 +427,13 @@ class Engine:
 
     def _task_name(self, block: int) -> str:
         if block == 0:
-            return f"{self.config.name}-100"
+            return f"{self.config.name}-start" if self.config.start else f"{self.config.name}-100"
         target = self.targets[block - 1]
         return (
             f"{self.config.name}-{target:.0f}B"
             if self.config.budget == "bytes"
             else f"{self.config.name}-{100 * target:g}"
         )
-
-    def _target(self) -> float:
-        return 1.0 if self.at.block == 0 else self.targets[self.at.block - 1]
 
     def _check_finite(self) -> None:
         for name, parameter in learned(self.net).items():
@@ -430,6 +465,7 @@ class Engine:
                 tensors=tensors,
                 base=self.base_digest,
                 data=self.data.digest,
+                teacher=self._teacher_digest(),
                 metrics=self.folder.logged(),
                 loss=self.loss_sum,
                 best=self.best,
@@ -452,6 +488,10 @@ class Engine:
         self.stopping.end()
 
     # -- small things -------------------------------------------------------------------------------------------------
+
+    def _seed(self, what: str) -> None:
+        """Networks may draw numbers in eval mode too."""
+        torch.manual_seed(seed_of(self.config.seed, what, self.at.block, self.at.epoch))
 
     def _loader(self, part: Part, *, shuffle: bool) -> Loader:
         return Loader(

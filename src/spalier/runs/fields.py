@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import re
 import tomllib
 import types
 from collections.abc import Mapping
@@ -11,6 +13,8 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 from spalier.errors import ConfigError
 
@@ -50,15 +54,19 @@ def _tuple(expected: Any, value: Any) -> tuple[Any, bool]:
     return tuple(part for part, _ in parts), all(fits for _, fits in parts)
 
 
+_SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML takes 1e-3 for text
+
+
 def _scalar(expected: Any, value: Any) -> tuple[Any, bool]:
     if expected is type(None):
         return None, value is None
+    if isinstance(value, np.generic):
+        value = value.item()
+    if expected is str and isinstance(value, os.PathLike):
+        value = os.fspath(value)
     if expected is float:
-        if isinstance(value, str):  # YAML takes 1e-3 for text
-            try:
-                value = float(value)
-            except ValueError:
-                return value, False
+        if isinstance(value, str) and _SCIENTIFIC.fullmatch(value):
+            value = float(value)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return (float(value), math.isfinite(value)) if number else (value, False)
     return value, type(value) is expected
@@ -94,7 +102,10 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
         raise ConfigError(f"{path} cannot be read: {reason}; expected a YAML or TOML file") from error
-    found = _toml(path, text) if path.suffix == ".toml" else _yaml(path, text)
+    text = text.removeprefix("\ufeff")
+    found = _toml(path, text) if path.suffix.lower() == ".toml" else _yaml(path, text)
+    if found is None:
+        return {}
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise ConfigError(f"{path} holds a {type(found).__name__}, expected settings by name")
     return found
@@ -107,12 +118,30 @@ def _toml(path: Path, text: str) -> Any:
         raise ConfigError(f"{path} is no TOML: {error}") from error
 
 
+def _library() -> Any:
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        raise ConfigError("YAML files need PyYAML; pip install spalier[train]") from error
+    return yaml
+
+
 def _yaml(path: Path, text: str) -> Any:
-    import yaml
+    yaml = _library()
+
+    class Strict(yaml.SafeLoader):  # type: ignore[misc, name-defined]
+        """Refuses keys that come twice, of which YAML would take the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = [key for i, key in enumerate(keys) if key in keys[:i]]
+            if twice:
+                raise yaml.YAMLError(f"{twice[0]!r} is there twice")
+            return super().construct_mapping(node, deep)
 
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+        return yaml.load(text, Strict)  # a SafeLoader
+    except (yaml.YAMLError, RecursionError, TypeError) as error:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
 
 
@@ -121,11 +150,12 @@ _BREAKS = ("\\x85", "\\u2028", "\\u2029")  # which YAML reads as ends of lines, 
 
 def written(config: Any) -> str:
     """A configuration as YAML, every field of it."""
-    import yaml
-
+    yaml = _library()
     plain = {f.name: _listed(getattr(config, f.name)) for f in dataclasses.fields(config)}
     readable = not any(mark in repr(plain) for mark in _BREAKS)
-    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=readable, default_flow_style=None, width=100))
+    return str(
+        yaml.safe_dump(plain, sort_keys=False, allow_unicode=readable, default_flow_style=None, width=100)
+    )
 
 
 def _listed(value: Any) -> Any:

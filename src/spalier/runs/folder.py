@@ -30,6 +30,19 @@ except ImportError:  # Windows: two processes in one folder are not noticed ther
     fcntl = None  # type: ignore[assignment]
 
 
+_HELD: set[int] = set()
+
+
+def _let_go() -> None:
+    """A forked process, one that loads data say, must not keep the lock when the run has died."""
+    while _HELD:
+        os.close(_HELD.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
 class RunFolder:
     """The files of one run."""
 
@@ -42,7 +55,9 @@ class RunFolder:
 
     def open_(self, config: Settings) -> None:
         """Make the folder a run's, or see that it is this run's."""
-        if self.settings.exists():
+        if self.settings.exists() and (
+            self.results.exists() or (self.path / "checkpoint.safetensors").exists()
+        ):
             self._check_same(config)
             return
         if self.path.exists() and (not self.path.is_dir() or _foreign(self.path)):
@@ -81,8 +96,10 @@ class RunFolder:
                         "busy",
                         f"another process is working in {str(self.path)!a}; wait for it, or use another folder",
                     ) from None
+            _HELD.add(handle)
             yield
         finally:
+            _HELD.discard(handle)
             os.close(handle)
 
     def write(self, path: Path, data: bytes) -> None:
@@ -123,10 +140,9 @@ class RunFolder:
 
 def _foreign(folder: Path) -> bool:
     """True where a folder holds what no run that was killed at its beginning leaves."""
-    ours = {".lock", "tasks", "blocks"}
-    return any(
-        entry.name not in ours and not entry.name.startswith(".spalier-") for entry in folder.iterdir()
-    )
+    ours = {".lock", "tasks", "blocks", "run.yaml", "metrics.jsonl", "tracking"}
+    begun = (".spalier-", "checkpoint-")
+    return any(entry.name not in ours and not entry.name.startswith(begun) for entry in folder.iterdir())
 
 
 @contextlib.contextmanager
@@ -143,6 +159,6 @@ def writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise RunError(
             "write",
-            f"{str(folder)!a} cannot be written: {files.reason(error)}; the last checkpoint is whole, so make room or "
-            "set its permissions, and run again to go on",
+            f"{str(folder)!a} cannot be written: {files.reason(error)}; what was written before is whole, so make room "
+            "or set its permissions, and run again to go on",
         ) from error

@@ -39,6 +39,9 @@ class Results:
     rows: Sequence[Row]
     skipped: Sequence[str] = field(default=())
     """Files that were left out because they are bad, where that was asked for."""
+    base: str = ""
+    """Digests of the base's values and of the data."""
+    data: str = ""
 
     def __str__(self) -> str:
         shown = [[_cell(name, row.get(name)) for name in COLUMNS] for row in self.rows]
@@ -55,7 +58,13 @@ class Results:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
-        return {"format": 1, "rows": list(self.rows), "skipped": list(self.skipped)}
+        return {
+            "format": 1,
+            "rows": list(self.rows),
+            "skipped": list(self.skipped),
+            "base": self.base,
+            "data": self.data,
+        }
 
     @staticmethod
     def load(folder: Path) -> Results:
@@ -63,7 +72,7 @@ class Results:
         file = folder / "results.json"
         try:
             found = json.loads(file.read_text("utf-8"))
-            return Results(folder, list(found["rows"]), list(found["skipped"]))
+            return Results(folder, list(found["rows"]), list(found["skipped"]), found["base"], found["data"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunError(
                 "folder",

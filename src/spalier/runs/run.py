@@ -43,7 +43,7 @@ def run(
     where = RunFolder(folder)
     if where.results.exists():
         where.open_(config)
-        return Results.load(where.path)
+        return _done(where, network, data)
     with contextlib.ExitStack() as stack:
         machine = stack.enter_context(_machine(config, where))
         stack.enter_context(_opened(where, config, machine))
@@ -54,6 +54,10 @@ def run(
         net = network if network is not None else _network(config, samples)
         head = config.head or head_of(net, classes=len(samples.classes))
         stack.enter_context(_as_before(net, machine))
+        if config.keep == "best" and samples.validation is None:
+            raise ConfigError(
+                'keep is "best", and the data have no validation samples; give them some, or keep "last"'
+            )
         _check_outputs(net, samples, machine)
         engine = Engine(config, where, net, head, samples, machine, _digest(net))
         return engine.go(progress)
@@ -62,15 +66,51 @@ def run(
 def _with_given(config: Settings, network: nn.Module | None, data: Data | None) -> Settings:
     """Settings that name what was given as an object, so that a run which goes on asks for it again."""
     if network is not None:
+        if not isinstance(network, nn.Module):
+            raise ConfigError(
+                f"network is a {type(network).__name__}, expected a torch.nn.Module; names go in the settings"
+            )
+        if any(tensor.is_meta for tensor in (*network.parameters(), *network.buffers())):
+            raise ConfigError(
+                "the network is on the meta device, where nothing can be learned; load its weights first"
+            )
+        _refuse(config, "a network", ("weights", "network_options"))
         if is_marked(network):
             raise AttachmentError("the network is adapted already; call spalier.detach_(net) first")
         config = config.with_(network=f"{_GIVEN}{type(network).__name__}")
     if data is not None:
+        if not isinstance(data, Data):
+            raise ConfigError(
+                f"data is a {type(data).__name__}, expected spalier.data.data.Data; Data.of(dataset) makes it"
+            )
+        _refuse(
+            config, "data", ("limit", "classes", "size", "validation", "skip_bad", "cache", "data_folder")
+        )
         config = config.with_(data=f"{_GIVEN}{data.name}")
     for what, given in (("network", network), ("data", data)):
         if given is None and getattr(config, what).startswith(_GIVEN):
             raise ConfigError(f"the run was given its {what} as an object; pass {what}= again to go on")
     return config
+
+
+def _refuse(config: Settings, what: str, names: tuple[str, ...]) -> None:
+    """Settings that would have no effect are mistakes."""
+    defaults = vars(Settings())["_given"]
+    for name in names:
+        if config.given[name] != defaults[name]:
+            raise ConfigError(
+                f"{name} is set, and {what} was given, which it does not apply to; leave one of them out"
+            )
+
+
+def _done(folder: RunFolder, network: nn.Module | None, data: Data | None) -> Results:
+    """What came out, where nothing else was given than then."""
+    results = Results.load(folder.path)
+    if network is not None and _digest(network) != results.base:
+        raise RunError("changed", "the run is done, with a network of other weights; use another folder")
+    if data is not None and data.digest != results.data:
+        raise RunError("changed", "the run is done, with other data; use another folder")
+    return results
 
 
 @contextlib.contextmanager
@@ -126,7 +166,7 @@ def _randomness(config: Settings) -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         try:
@@ -139,14 +179,20 @@ def _randomness(config: Settings) -> Iterator[None]:
 def _as_before(net: nn.Module, machine: Machine) -> Iterator[None]:
     """Use a network, and give it back without adapters, where and how it was."""
     first = next(net.parameters(), None)
-    device, training = (first.device if first is not None else machine.device), net.training
+    device = first.device if first is not None else machine.device
+    modes = [(module, module.training) for module in net.modules()]
+    grads = [(parameter, parameter.grad) for parameter in net.parameters()]
     net.to(machine.device)
     try:
         yield
     finally:
         if is_marked(net):
             detach_(net)
-        net.to(device).train(training)
+        net.to(device)
+        for module, training in modes:
+            module.training = training
+        for parameter, grad in grads:
+            parameter.grad = grad
 
 
 def _data(config: Settings) -> Data:
@@ -166,6 +212,11 @@ def _data(config: Settings) -> Data:
 
 def _with_classes(config: Settings, data: Data) -> Data:
     """Samples without labels have the classes of the task that the network has learned, or is taught by."""
+    unlabelled = bool((data.train.labels < 0).all())
+    if config.labels and unlabelled:
+        raise ConfigError(
+            "the samples have no labels; set labels: false, and a teacher to learn from (distill, start)"
+        )
     if data.classes:
         return data
     known = next(path for path in (config.start, config.distill) if path not in (None, "self"))
@@ -204,7 +255,8 @@ def _check_outputs(net: nn.Module, data: Data, machine: Machine) -> None:
     except (RuntimeError, ValueError, TypeError) as error:
         raise RunError(
             "classes",
-            f"the network does not run on images of {data.shape}: {error}; set size, or another network",
+            f"the network does not run on float32 images of {data.shape}: {error}; set size, convert the network "
+            "(net.float()), or use another",
         ) from error
     if logits.dim() != 2 or logits.shape[1] != len(data.classes):
         raise RunError(
@@ -218,6 +270,9 @@ def _digest(net: nn.Module) -> str:
     """One number for all values of the base."""
     found = hashlib.sha256()
     for name, tensor in sorted(net.state_dict().items()):
+        if not isinstance(tensor, torch.Tensor):  # extra state of a module's own
+            found.update(f"{name} {tensor!r}\n".encode())
+            continue
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
