@@ -4,7 +4,7 @@
   masks only, as the published code does it. The masked contender pays nothing for its masks: scale and shift of the
   norms behind what is gone are set to zero after every step. CPU time of the whole run on one thread, tracing, scoring,
   pruning and evaluation included; accuracy beside it. The base learned the digits 0 to 4, the task is 5 to 9, at 32x32.
-- *teaching*: a small residual network that learned the digits 0 to 4 learns 5 to 9 from 200 samples: from labels, from
+- *teaching*: a small residual network that learned the digits 0 to 4 learns 5 to 9 from 180 samples: from labels, from
   labels and itself before pruning, from labels and a fine-tuned network, from that network alone, without labels; and
   with other recoveries.
 

@@ -48,3 +48,9 @@ def test_the_figures_of_recovery_are_the_committed_ones(part):
 def test_the_figures_of_switching_are_the_committed_ones(part):
     module, report = benchmark("switching")
     assert module.markdown(report, part) in (ROOT / "docs/tasks.md").read_text()
+
+
+@pytest.mark.parametrize("part", ["masks", "teaching"])
+def test_the_figures_of_runs_are_the_committed_ones(part):
+    module, report = benchmark("transfer")
+    assert module.markdown(report, part) in (ROOT / "docs/runs.md").read_text()

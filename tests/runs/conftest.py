@@ -4,18 +4,20 @@ import pytest
 
 from spalier import tracing
 
+FOUND = {}
 
-@pytest.fixture(autouse=True, scope="session")
+
+@pytest.fixture(autouse=True, scope="module")
 def structures_are_remembered():
     """A structure follows from the network's modules and shapes; processes that tests start find their own."""
-    found, trace = {}, tracing.trace
+    trace = tracing.trace
 
     def remembered(net, example):
-        shapes = [tuple(p.shape) for p in net.parameters()]
+        shapes = [(tuple(p.shape), p.dtype) for p in net.parameters()]
         key = (str(net), str(shapes), tuple(example.shape))
-        if key not in found:
-            found[key] = trace(net, example)
-        return found[key]
+        if key not in FOUND:
+            FOUND[key] = trace(net, example)
+        return FOUND[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracing, "trace", remembered)

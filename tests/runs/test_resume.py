@@ -277,11 +277,14 @@ def test_another_teacher_is_refused(tmp_path, monkeypatch):
 
 def test_children_do_not_keep_the_lock(tmp_path):
     """A process that was forked in a run and outlives it leaves the folder free."""
+    begun, tell = os.pipe()
     with RunFolder(tmp_path / "run").locked():
         child = os.fork()
         if child == 0:
-            time.sleep(30)
+            os.write(tell, b"!")
+            time.sleep(60)
             os._exit(0)
+        os.read(begun, 1)
     try:
         with RunFolder(tmp_path / "run").locked():
             assert os.waitpid(child, os.WNOHANG) == (0, 0)  # it is still there
