@@ -50,7 +50,7 @@ def test_the_figures_of_switching_are_the_committed_ones(part):
     assert module.markdown(report, part) in (ROOT / "docs/tasks.md").read_text()
 
 
-@pytest.mark.parametrize("part", ["masks", "teaching"])
+@pytest.mark.parametrize("part", ["masks", "accuracy", "teaching"])
 def test_the_figures_of_runs_are_the_committed_ones(part):
     module, report = benchmark("transfer")
     assert module.markdown(report, part) in (ROOT / "docs/runs.md").read_text()

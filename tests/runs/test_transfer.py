@@ -260,6 +260,16 @@ def test_modes_and_gradients_come_back(tmp_path):
     assert net.conv1.weight.grad is None
 
 
+def test_an_accelerator_of_the_callers(tmp_path):
+    """Its state is one for the process: a run has its own precision, and leaves the caller's alone."""
+    accelerate = pytest.importorskip("accelerate")
+    own = accelerate.Accelerator(cpu=True)
+    before = own.mixed_precision
+    other = "bf16" if before == "no" else "no"
+    quick(epochs=1, densities=(), precision=other).run(tmp_path / "run", progress=False)
+    assert own.mixed_precision == accelerate.Accelerator(cpu=True).mixed_precision == before
+
+
 def test_learning_under_no_grad(tmp_path):
     with torch.no_grad():
         results = quick(epochs=1, densities=()).run(tmp_path / "run", progress=False)

@@ -25,12 +25,14 @@ class Machine:
             from accelerate.state import AcceleratorState
         except ModuleNotFoundError as error:
             raise ConfigError(f"runs need {error.name}; pip install spalier[train]") from error
-        self._is_ours = not AcceleratorState._shared_state  # a caller's own Accelerator stays as it is
         if config.precision == "fp16" and not _has_accelerator():
             raise ConfigError(
                 'precision is "fp16", which needs a GPU to scale gradients; expected "bf16" or "no" on a CPU'
             )
         trackers = _trackers(config)
+        # one state for the whole process, which cannot change its precision; the caller's own comes back with close
+        self._before = dict(AcceleratorState._shared_state)
+        AcceleratorState._shared_state.clear()
         try:
             self.accelerator: Any = Accelerator(
                 mixed_precision=config.precision,
@@ -39,6 +41,7 @@ class Machine:
                 project_dir=str(folder.path),
             )
         except ValueError as error:
+            self._give_back()
             raise ConfigError(
                 f"precision {config.precision!r} or a tracker cannot be had here: {error}"
             ) from error
@@ -93,13 +96,16 @@ class Machine:
 
     def close(self) -> None:
         """End the trackers; the next run in this process may ask for another precision."""
-        from accelerate.state import AcceleratorState
-
         if self.accelerator.trackers:
             for tracker in self.accelerator.trackers:
                 tracker.finish()
-        if self._is_ours:
-            AcceleratorState._reset_state(reset_partial_state=False)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._shared_state.clear()
+        AcceleratorState._shared_state.update(self._before)
 
 
 def _has_accelerator() -> bool:
