@@ -171,6 +171,7 @@ def accuracy(seed: int, folder: Path) -> dict[str, Any]:
         epochs_each=3,
         batch=32,
         rate=3e-3,
+        recover="none",  # as masks have it
         seed=seed,
         trackers=(),
         checkpoint_seconds=1e6,
