@@ -96,6 +96,23 @@ def test_no_decay_on_norms_by_choice():
     assert [group["weight_decay"] for group in everything] == [0.1]
 
 
+def test_narrow_strided_convolutions_keep_the_ordinary_layout():
+    """PyTorch's weight gradient of these writes past its memory in channels-last layout."""
+    from spalier.runs.learning import is_safe
+
+    def network(inputs: int, stride: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, inputs, 3), nn.Conv2d(inputs, 16, 1, stride))
+
+    assert [is_safe(network(5, 2), method) for method in ("fine-pruning", "sppara", "lora", "splora")] == [
+        False,
+        False,
+        False,
+        True,
+    ]
+    assert is_safe(network(8, 2), "fine-pruning")
+    assert is_safe(network(5, 1), "fine-pruning")
+
+
 def test_a_teacher_alone_without_labels(tmp_path, fine):
     """Labels are not looked at, and need not be there."""
     start = str(fine.folder / "tasks" / "digits-100.task.safetensors")
