@@ -50,3 +50,14 @@ def tiny_cnn(classes: int = 3) -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(12, classes),
     )
+
+
+TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "image_size": 32,
+    "patch_size": 8,
+}
+"""Sizes for a network of transformers that is made in no time."""

@@ -7,22 +7,13 @@ import timm
 import torch
 import torchvision
 import transformers
-from support import tiny_cnn
+from support import TINY, tiny_cnn
 from torch import nn
 from zoo import ZOO
 
 from spalier import networks
 from spalier.errors import TargetError
 from spalier.networks import head_of
-
-TINY = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "image_size": 32,
-    "patch_size": 8,
-}
 
 
 def assert_head(head, make):

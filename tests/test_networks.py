@@ -14,21 +14,12 @@ import torchvision
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from support import tiny_cnn
+from support import TINY, tiny_cnn
 from torch import nn
 
 from spalier import models, networks
 from spalier.errors import ConfigError, NetworkError, WeightsError
 from spalier.networks import head_of, logits_of, open_network
-
-TINY = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "image_size": 32,
-    "patch_size": 8,
-}
 
 
 def equal(one, other):

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from spalier.data.data import Data
 from spalier.errors import ConfigError, DataError, RunError, TaskFileError
+from spalier.runs import machine
 from spalier.runs.checkpoint import load_checkpoint
 from spalier.runs.engine import Engine
 from spalier.runs.folder import RunFolder
@@ -194,9 +195,8 @@ def test_metrics_that_are_gone(tmp_path, monkeypatch):
     assert caught.value.code == "checkpoint"
 
 
-def test_precisions_that_cannot_be_had(tmp_path):
-    if torch.cuda.is_available():
-        pytest.skip("fp16 works on this machine")
+def test_precisions_that_cannot_be_had(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_has_accelerator", lambda: False)
     with pytest.raises(ConfigError, match="fp16"):
         quick(precision="fp16").run(tmp_path / "run", progress=False)
     quick(epochs=0, densities=()).run(tmp_path / "run", progress=False)  # and nothing was left behind
