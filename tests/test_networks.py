@@ -119,7 +119,7 @@ def test_a_library_wins_over_a_module_of_that_name(monkeypatch):
     [
         (
             "resnet19",
-            r"no network 'resnet19'; did you mean .*resnet18.*\? Expected resnet18, .*module:function",
+            r"no network 'resnet19'; did you mean .*resnet18.*\? Expected resnet8, .*module:function",
         ),
         ("", "no network ''; Expected resnet18"),
         ("torchvision:", "no network 'torchvision:'"),

@@ -84,7 +84,7 @@ RUNS_LAYERS = [
     {"config", "evaluating"},
     {"folder", "learning"},
     {"checkpoint", "machine"},
-    {"blocks", "samples"},
+    {"blocks", "samples", "looking"},
     {"engine"},
     {"run"},
     {"transfer"},

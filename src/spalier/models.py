@@ -1,4 +1,4 @@
-"""The paper's networks: ResNet-18, -34 and -50, with torchvision's keys so that published weights load.
+"""The paper's networks: ResNet-18, -34 and -50, with torchvision's keys so that published weights load; two small ones.
 
 The CIFAR stem (3x3, stride 1, no max-pool) takes its weights from the 7x7 ImageNet stem, average-pooled.
 """
@@ -82,34 +82,55 @@ class ResNet(nn.Module):
     def __init__(
         self,
         block: type[BasicBlock | Bottleneck],
-        depths: tuple[int, int, int, int],
+        depths: Sequence[int],
         *,
         classes: int,
         stem: Stem,
         stride_on: StrideOn = "conv2",
+        width: int = 64,
     ) -> None:
         super().__init__()
-        _check_options(classes, stem, stride_on)
+        _check_options(classes, stem, stride_on, width)
         cifar = stem == "cifar"
-        self.conv1 = _conv(3, 64, 3) if cifar else _conv(3, 64, 7, 2)
-        self.bn1 = nn.BatchNorm2d(64)
+        self.conv1 = _conv(3, width, 3) if cifar else _conv(3, width, 7, 2)
+        self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.Identity() if cifar else nn.MaxPool2d(3, stride=2, padding=1)
-        grown = block.expansion
-        self.layer1 = _stage(block, 64, 64, depths[0], 1, stride_on)
-        self.layer2 = _stage(block, 64 * grown, 128, depths[1], 2, stride_on)
-        self.layer3 = _stage(block, 128 * grown, 256, depths[2], 2, stride_on)
-        self.layer4 = _stage(block, 256 * grown, 512, depths[3], 2, stride_on)
+        self.stages = tuple(f"layer{number}" for number in range(1, len(depths) + 1))
+        inputs = width
+        for number, (name, depth) in enumerate(zip(self.stages, depths, strict=True)):
+            wide = width * 2**number
+            setattr(self, name, _stage(block, inputs, wide, depth, 2 if number else 1, stride_on))
+            inputs = wide * block.expansion
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(512 * grown, classes)
+        self.fc = nn.Linear(inputs, classes)
         _initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, 3, h, w) to (batch, classes)."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        for name in self.stages:
+            x = getattr(self, name)(x)
         out: Tensor = self.fc(self.avgpool(x).flatten(1))
         return out
+
+
+def resnet8(classes: int = 10, width: int = 16) -> ResNet:
+    """A small network for small images and first tries: the CIFAR stem, three stages of one block, projected shortcuts.
+
+    >>> sum(p.numel() for p in resnet8(classes=10).parameters())
+    78042
+    """
+    return ResNet(BasicBlock, (1, 1, 1), classes=classes, stem="cifar", width=width)
+
+
+def resnet20(classes: int = 10, width: int = 16) -> ResNet:
+    """The same with three blocks a stage, as deep and wide as the ResNet-20 of the CIFAR literature.
+
+    >>> sum(p.numel() for p in resnet20(classes=10).parameters())
+    272474
+    """
+    return ResNet(BasicBlock, (3, 3, 3), classes=classes, stem="cifar", width=width)
 
 
 def resnet18(classes: int = 1000, stem: Stem = "imagenet") -> ResNet:
@@ -336,7 +357,9 @@ def _initialise(net: nn.Module) -> None:
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
-def _check_options(classes: int, stem: str, stride_on: str) -> None:
+def _check_options(classes: int, stem: str, stride_on: str, width: int) -> None:
+    if not isinstance(width, int) or isinstance(width, bool) or width < 1:
+        raise ConfigError(f"width is {width!r}, expected an integer of at least 1")
     if not isinstance(classes, int) or isinstance(classes, bool) or classes < 1:
         raise ConfigError(f"classes is {classes!r}, expected an integer of at least 1")
     if stem not in ("imagenet", "cifar"):

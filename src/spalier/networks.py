@@ -21,6 +21,8 @@ from spalier.errors import ConfigError, NetworkError, TargetError, WeightsError
 
 _LOG = logging.getLogger("spalier")
 _BUILT_IN: Mapping[str, Callable[..., nn.Module]] = {
+    "resnet8": models.resnet8,
+    "resnet20": models.resnet20,
     "resnet18": models.resnet18,
     "resnet34": models.resnet34,
     "resnet50": models.resnet50,
@@ -50,7 +52,7 @@ def open_network(
     the user wrote, never one from a file that came from elsewhere.
 
     Args:
-        name: ``resnet18``, ``resnet34`` or ``resnet50``, ``torchvision:NAME``, ``timm:NAME``, ``hf:NAME`` (a name on
+        name: ``resnet8``, ``20``, ``18``, ``34`` or ``50``, ``torchvision:NAME``, ``timm:NAME``, ``hf:NAME`` (a name on
             the Hugging Face hub or a folder), or ``module:function``. A library's prefix wins over a module.
         classes: how many classes; None for the network's own number.
         weights: a local file: safetensors, or a PyTorch checkpoint of tensors alone. Where it has other classes, the
@@ -61,10 +63,10 @@ def open_network(
     >>> net = open_network("resnet18", classes=10, stem="cifar")
     >>> net.fc, net.training
     (Linear(in_features=512, out_features=10, bias=True), False)
-    >>> open_network("resnet20")
+    >>> open_network("resnet58")
     Traceback (most recent call last):
-    spalier.errors.NetworkError: there is no network 'resnet20'; did you mean resnet50, resnet34, resnet18? Expected
-    resnet18, resnet34, resnet50, torchvision:NAME, timm:NAME, hf:NAME or module:function
+    spalier.errors.NetworkError: there is no network 'resnet58'; did you mean resnet8, resnet50, resnet18? Expected
+    resnet8, resnet20, resnet18, resnet34, resnet50, torchvision:NAME, timm:NAME, hf:NAME or module:function
     """
     _check(name, classes, seed, options)
     devices = list(range(torch.cuda.device_count()))

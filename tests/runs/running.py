@@ -56,11 +56,18 @@ def quick(**changes) -> TransferPruning:
 def outcome(folder: Path) -> dict:
     """All that a run leaves, but for how long it took."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    blocks = [json.loads(path.read_text()) for path in sorted((folder / "blocks").iterdir())]
+    files = sorted((folder / "blocks").iterdir())
+    blocks = [
+        json.loads(path.read_text()) for path in files if path.stem.isdigit() and path.suffix == ".json"
+    ]
+    others = {
+        path.name: path.read_bytes() for path in files if path.suffix == ".png" or ".scores" in path.name
+    }
     return {
         "tasks": {path.name: path.read_bytes() for path in sorted((folder / "tasks").glob("*.safetensors"))},
         "metrics": [_timeless(line) for line in lines],
         "blocks": [{**block, "row": _timeless(block["row"])} for block in blocks],
+        "looks": others,
         "rows": [_timeless(row) for row in json.loads((folder / "results.json").read_text())["rows"]],
     }
 

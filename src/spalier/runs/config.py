@@ -31,6 +31,8 @@ METHODS: dict[str, type[Any]] = {
 SELECT_OPTIONS = ("normalise", "aggregate", "min_keep", "round_to", "protect", "rank")
 FILLED = frozenset({"name", "network_options", "epochs_last"}.union(*RECIPES.values()))
 """Settings that follow from others where nobody gives them."""
+STEMMED = ("resnet18", "resnet34", "resnet50")
+"""Networks that have two stems."""
 FREE = frozenset({"workers", "cache", "data_folder", "checkpoint_seconds", "trackers"})
 """Settings that do not change what comes out, and may differ when a run goes on."""
 
@@ -42,9 +44,10 @@ class Settings:
     Args:
         recipe: "fast", for small data, or "paper", section 4 of the paper.
         name: what task files are called, before the density; by default the data's name.
-        network: resnet18, resnet34, resnet50, torchvision:NAME, timm:NAME, hf:NAME or module:function.
+        network: resnet8, resnet20, resnet18, resnet34, resnet50, torchvision:NAME, timm:NAME, hf:NAME or
+            module:function.
         network_options: what else its constructor takes. Built-in networks get the CIFAR stem for images of up to
-            64 pixels.
+            64 pixels, where they have two.
         weights: a file of pretrained weights: safetensors, or .pth with tensors alone.
         head: the classifier's module; by default it is looked for.
         start: a task file to begin with, instead of a first block.
@@ -181,7 +184,7 @@ class Settings:
                 self._set(name, value)
         self._set("epochs_last", self.epochs_each if self.epochs_last is None else self.epochs_last)
         self._set("name", self.name or _name(self.data))
-        if self.network.startswith("resnet") and "stem" not in self.network_options and self._is_small():
+        if self.network in STEMMED and "stem" not in self.network_options and self._is_small():
             self._set("network_options", {**self.network_options, "stem": "cifar"})
         _check(self)
 

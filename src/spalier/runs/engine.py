@@ -52,6 +52,7 @@ from spalier.runs.learning import (
     settle_,
     values_of,
 )
+from spalier.runs.looking import examples, spread
 from spalier.runs.machine import Machine
 from spalier.runs.progress import Progress
 from spalier.runs.rates import factor
@@ -305,6 +306,8 @@ class Engine:
             loss=mean_loss,
         )
         self.plan = self._selected(scores, self.targets[self.at.block - 1])
+        if self.machine.is_first:
+            self.folder.write_json(self._block_file(".scores.json"), spread(scores, self.plan))
         self.at = self.at.to(phase="prune")
         self._save_()
 
@@ -404,11 +407,25 @@ class Engine:
             "seconds": self._elapsed(),
         }
         if self.machine.is_first:
+            shown = self._shown(plain)
             self.folder.write_json(
-                self.folder.path / "blocks" / f"{self.at.block:02}.json",
-                described(block, row, self.data.classes),
+                self._block_file(".json"), described(block, row, self.data.classes) | {"examples": shown}
             )
         return row
+
+    def _shown(self, plain: nn.Module) -> dict[str, Any] | None:
+        """Samples to look at, with their images in a file of the block's."""
+        part = self.data.test if self.data.test is not None else self.data.validation
+        self._seed("examples")
+        with self.machine.autocast():
+            found = None if part is None else examples(plain, part, self._placed, self.batch)
+        if found is None:
+            return None
+        self.folder.write(self._block_file(".png"), found[1])
+        return found[0]
+
+    def _block_file(self, ending: str) -> Path:
+        return self.folder.path / "blocks" / f"{self.at.block:02}{ending}"
 
     def _task(self, metrics: dict[str, float]) -> Task:
         try:

@@ -4,7 +4,7 @@ run.yaml                   all settings
 metrics.jsonl              one line for each epoch and block
 checkpoint.safetensors     where the run is, and what it needs to go on
 checkpoint-N.task.safetensors    what has been learned by then
-blocks/00.json ...         all that is known of each block
+blocks/00.json ...         all that is known of each block, with .png, samples to look at, and .scores.json
 tasks/                     a store with one task for each density
 results.json               the rows, once the run is done
 """
