@@ -20,12 +20,13 @@ PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 # command: (what it is for, the extra it needs, what it runs)
 COMMANDS: dict[str, tuple[str, str, list[list[str]]]] = {
     "demo": (
-        "adapt a small network to new digits, prune it, and switch between tasks",
-        "demo",
-        [["examples/adapt_and_prune.py"]],
+        "one base, three tasks, two methods, and a report: about a minute",
+        "cli",
+        [["-m", "spalier", "demo"]],
     ),
     "test": ("run the tests", "test", [["-m", "pytest", "-n", "2", "-m", "not slow"]]),
     "slow": ("run the slow tests", "test", [["-m", "pytest", "-m", "slow"]]),
+    "docs": ("build the site into site/", "docs", [["-m", "mkdocs", "build", "--strict"]]),
     "check": (
         "lint, check the format and the types",
         "test",
@@ -42,7 +43,7 @@ COMMANDS: dict[str, tuple[str, str, list[list[str]]]] = {
     "bench-switching": ("measure switches, and what comes of them", "bench", [["benchmarks/switching.py"]]),
     "bench-transfer": ("measure whole runs", "bench", [["benchmarks/transfer.py"]]),
     "bench-loading": ("measure what loading data costs", "bench", [["benchmarks/loading.py"]]),
-    "bench-import": ("measure what an import costs", "demo", [["benchmarks/import_time.py"]]),
+    "bench-import": ("measure what an import costs", "cli", [["benchmarks/import_time.py"]]),
 }
 
 

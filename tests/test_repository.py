@@ -31,7 +31,11 @@ LAYERS = [
     {"budget"},
     {"scheduling"},
     {"tasks", "networks", "data"},
-    {"runs", "integrations"},
+    {"runs", "integrations", "benching"},
+    {"reporting", "doctor"},
+    {"demo"},
+    {"cli"},
+    {"__main__"},
 ]
 ADAPTER_LAYERS = [
     {"layers", "window", "finetune", "summary", "readers", "changes"},
@@ -102,6 +106,13 @@ DATA_LAYERS = [
     {"open"},
 ]
 INTEGRATIONS_LAYERS = [{"_stepping"}, {"lightning", "transformers"}]
+CLI_LAYERS = [
+    {"state"},
+    {"opening", "failing", "completing", "exporting", "demo"},
+    {"evaluating", "tasks", "measuring", "looking", "training"},
+    {"switching"},
+    {"main"},
+]
 BUDGET_LAYERS = [{"meter", "ranking"}, {"latency"}, {"select"}]
 PACKAGES = {
     "adapters": ADAPTER_LAYERS,
@@ -113,6 +124,9 @@ PACKAGES = {
     "runs": RUNS_LAYERS,
     "data": DATA_LAYERS,
     "integrations": INTEGRATIONS_LAYERS,
+    "benching": [{"intervals", "turns", "machine"}, {"backends", "results"}, {"measuring"}],
+    "doctor": [{"probes", "catalogue"}, {"trials"}, {"examination"}],
+    "cli": CLI_LAYERS,
 }
 
 
@@ -128,7 +142,7 @@ def imports_of(file: Path) -> set[str]:
                 found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-    return {name for name in found if name.startswith("spalier.")}
+    return {name for name in found if name.startswith("spalier.") and name != "spalier.__version__"}
 
 
 def level(layers: list[set[str]], name: str) -> int:
@@ -193,10 +207,24 @@ def test_importing_needs_torch_numpy_and_safetensors_only():
 import sys, json, torch, numpy
 torch_brought = set(sys.modules)
 import spalier
+for name in spalier.__all__:
+    getattr(spalier, name)
 print(json.dumps(sorted({m.split(".")[0] for m in set(sys.modules) - torch_brought})))
 """
     third_party = set(json.loads(run(code))) - set(sys.stdlib_module_names)
-    assert third_party <= {"spalier", "safetensors"}
+    assert third_party <= {"spalier", "safetensors", "numpy"}
+
+
+def test_the_command_line_answers_before_torch_is_there():
+    code = """
+import sys
+from spalier.cli.main import main
+assert main(["--help"]) == 0
+for command in ("demo", "train", "task", "bench", "report"):
+    assert main([command, "--help"]) == 0
+print("torch" in sys.modules)
+"""
+    assert run(code).splitlines()[-1] == "False"
 
 
 def test_importing_has_no_side_effects():
@@ -207,6 +235,8 @@ def state():
             torch.backends.mha.get_fastpath_enabled(), len(logging.root.handlers), dict(os.environ), os.getcwd()]
 before = state()
 import spalier
+for name in spalier.__all__:
+    getattr(spalier, name)
 print(json.dumps(before == state()))
 """
     assert json.loads(run(code)) is True
@@ -224,7 +254,7 @@ def test_every_installed_version_is_pinned():
         distribution = importlib.metadata.distribution(name)
         if name != "spalier":
             assert pins.get(name) == distribution.version.split("+")[0], name
-        extras = ("", "demo", "test") if name == "spalier" else ("",)
+        extras = ("", "cli", "test") if name == "spalier" else ("",)
         for requirement in map(Requirement, distribution.requires or []):
             if not requirement.marker or any(requirement.marker.evaluate({"extra": e}) for e in extras):
                 needed.append(requirement.name)

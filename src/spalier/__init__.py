@@ -5,20 +5,22 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from spalier import errors, models
-from spalier.adapters import FineTune, LoRA, SPLoRA, SPPaRA, detach_, fuse
-from spalier.attaching import attach_
-from spalier.counting import count
+from spalier import errors
 
 if TYPE_CHECKING:
-    from spalier import criteria
+    from spalier import criteria, models
+    from spalier.adapters import FineTune, LoRA, SPLoRA, SPPaRA, detach_, fuse
+    from spalier.attaching import attach_
+    from spalier.benching import bench
     from spalier.budget import select
+    from spalier.counting import count
     from spalier.criteria import Scores, score
     from spalier.pruning.attributes import resizes
     from spalier.pruning.kept import kept_units
     from spalier.pruning.plan import Plan
     from spalier.pruning.prune import prune_
     from spalier.pruning.recovery import Recovery
+    from spalier.reporting.write import report
     from spalier.runs.sweep import Sweep
     from spalier.runs.transfer import TransferPruning
     from spalier.scheduling import Schedule
@@ -46,6 +48,7 @@ __all__ = [
     "Task",
     "TransferPruning",
     "attach_",
+    "bench",
     "count",
     "criteria",
     "detach_",
@@ -54,16 +57,21 @@ __all__ = [
     "kept_units",
     "models",
     "prune_",
+    "report",
     "resizes",
     "score",
     "select",
     "trace",
 ]
 
-# what only pruning needs, numpy above all, is imported when it is first asked for
+# everything is imported when it is first asked for: the command line answers before torch is there
 _LATER = {
+    "FineTune": "adapters",
+    "LoRA": "adapters",
     "Plan": "pruning.plan",
     "Recovery": "pruning.recovery",
+    "SPLoRA": "adapters",
+    "SPPaRA": "adapters",
     "Schedule": "scheduling",
     "Scores": "criteria",
     "Store": "tasks.store",
@@ -72,18 +80,25 @@ _LATER = {
     "Switcher": "tasks.switcher",
     "Task": "tasks.task",
     "TransferPruning": "runs.transfer",
+    "attach_": "attaching",
+    "bench": "benching",
+    "count": "counting",
+    "detach_": "adapters",
+    "fuse": "adapters",
     "kept_units": "pruning.kept",
     "prune_": "pruning.prune",
+    "report": "reporting.write",
     "resizes": "pruning.attributes",
     "score": "criteria",
     "select": "budget",
     "trace": "tracing",
 }
+_MODULES = ("criteria", "models")
 
 
 def __getattr__(name: str) -> Any:
-    if name == "criteria":
-        return import_module("spalier.criteria")
+    if name in _MODULES:
+        return import_module(f"spalier.{name}")
     if name not in _LATER:
         raise AttributeError(f"module 'spalier' has no attribute {name!r}")
     value = getattr(import_module(f"spalier.{_LATER[name]}"), name)
@@ -92,4 +107,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER, "criteria"})
+    return sorted({*globals(), *_LATER, *_MODULES})

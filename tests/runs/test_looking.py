@@ -82,7 +82,7 @@ def test_examples_are_the_surest_of_each_kind():
     net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 3)).eval()
     found, png = examples(net, data.test, lambda images: images, 16)
     images, labels = data.test.fetch(np.arange(len(data.test)), None)
-    probabilities = net(images).softmax(1)
+    probabilities = net(images).softmax(1).detach()
     for right in (False, True):
         sure = [
             float(p.max())

@@ -1,0 +1,43 @@
+"""`spalier demo`."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from spalier.cli.state import State, examples, json_option, pass_state
+
+
+@click.command(epilog=examples("spalier demo", "spalier demo --folder elsewhere --seed 1"))
+@click.option(
+    "--folder", default="spalier-demo", type=click.Path(file_okay=False), help="Where everything goes."
+)
+@click.option("--seed", default=0, type=click.IntRange(0), help="Of everything random.")
+@json_option
+@pass_state
+def demo(state: State, folder: str, seed: int) -> None:
+    """One base, three tasks, two methods: about a minute, nothing to download.
+
+    A small ResNet learns some of scikit-learn's digits and is frozen. Three further tasks are learned on it as SPLoRA
+    task files at falling densities, next to fine-pruning; then the one base switches between them. Every number is
+    measured in this run.
+    """
+    from spalier.demo import demo as show
+
+    start = time.perf_counter()
+    found = show(
+        folder, seed=seed, say=lambda text: state.note(f"[{time.perf_counter() - start:3.0f} s] {text}")
+    )
+    run = f"{folder}/runs/456-splora"
+    following = "\n".join(
+        [
+            f"report: {found.report}   (open it in a browser; made in {found.seconds:.0f} s)",
+            "next:",
+            f"  spalier task list {folder}/tasks",
+            f"  spalier switch {folder}/tasks --base {run} --data digits",
+            f"  spalier bench {run} {run} --backends eager,onnxruntime",
+            "  spalier train --data digits --network resnet8 --folder runs/digits",
+        ]
+    )
+    state.show(f"\n{found}\n\n{following}", found.to_dict())

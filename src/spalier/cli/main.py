@@ -1,0 +1,94 @@
+"""`spalier`: the group of commands, and what becomes of errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+import spalier
+from spalier.cli.failing import failed, misused
+from spalier.cli.state import State
+from spalier.errors import SpalierError
+
+COMMANDS = {
+    "demo": "demo",
+    "trace": "looking",
+    "train": "training",
+    "sweep": "training",
+    "eval": "evaluating",
+    "task": "tasks",
+    "switch": "switching",
+    "bench": "measuring",
+    "report": "looking",
+    "doctor": "looking",
+    "completion": "completing",
+}
+"""Where each command is: its module is imported when the command is called, so that help is quick."""
+
+EXIT_CODES = {
+    0: "done",
+    1: "failed: one line says what, why and what to do, and names a log file",
+    2: "wrong usage: a command, an option or a value that cannot be",
+    3: "done, and something did not pass: a task that is not sound, a run of a sweep",
+    130: "interrupted",
+}
+
+
+class Commands(click.Group):
+    """The commands in the order in which one meets them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All names."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """One command, imported now."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = import_module(f"spalier.cli.{COMMANDS[cmd_name]}")
+        found: click.Command = getattr(module, "eval_" if cmd_name == "eval" else cmd_name)
+        return found
+
+
+@click.group(
+    cls=Commands,
+    epilog="\b\nExit codes:\n" + "\n".join(f"  {code:3}  {meaning}" for code, meaning in EXIT_CODES.items()),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
+)
+@click.version_option(spalier.__version__, prog_name="spalier", message="%(prog)s %(version)s")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress and no notes; results and errors only.")
+@click.option("--log", type=click.Path(dir_okay=False), help="Write everything that happens to this file.")
+@click.pass_obj
+def cli(state: State, debug: bool, quiet: bool, log: str | None) -> None:
+    """One frozen network, many tasks: each keeps some of its channels, and a low-rank correction, in a tiny file.
+
+    Begin with `spalier demo`; `spalier COMMAND --help` has examples.
+    """
+    state.begin_(debug=debug, quiet=quiet, log=log)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Carry a command out; its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    with State(given) as state:
+        try:
+            code = cli.main(given, prog_name="spalier", standalone_mode=False, obj=state)
+            sys.stdout.flush()
+            return code if isinstance(code, int) else 0
+        except click.UsageError as error:
+            return misused(error, state)
+        except (KeyboardInterrupt, click.Abort):
+            click.echo("interrupted", err=True)
+            return 130
+        except BrokenPipeError:  # whoever read has enough, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        except SpalierError as error:
+            return failed(error, error.code, state)
+        except Exception as error:
+            return failed(error, "unexpected", state)

@@ -1,0 +1,262 @@
+"""The demo: one base, three tasks, two methods, falling densities; everything in it is measured while it runs.
+
+A small ResNet learns the digits 0 to 3 and is frozen. SPLoRA learns three further tasks on it as task files;
+fine-pruning, which changes all weights, learns the same ones beside it. Then the one base serves all of them in turns.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save
+from torch import nn
+
+from spalier._table import table
+from spalier.benching.measuring import bench
+from spalier.errors import RunError
+from spalier.networks import open_network
+from spalier.reporting.write import report
+from spalier.runs.results import Results
+from spalier.runs.transfer import TransferPruning
+from spalier.tasks import files
+from spalier.tasks.store import Store
+from spalier.tasks.switcher import Switcher
+from spalier.tasks.task import Task
+
+Say = Callable[[str], None]
+
+NETWORK, WIDTH, BATCH = "resnet8", 48, 64
+LEARNED_FIRST = "0123"
+TASKS = {"456": "456", "789": "789", "all": "0123456789"}
+Method = Literal["splora", "fine-pruning"]
+METHODS: dict[Method, str] = {"splora": "SPLoRA", "fine-pruning": "fine-pruning"}
+DENSITIES = (0.6, 0.3, 0.15)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One task file: what it is, and what was measured."""
+
+    task: str
+    method: Method
+    channels: float
+    accuracy: float
+    learned: int
+    bytes: int
+    macs: float
+    latency_ms: float
+    speed_up: float
+    switch_ms: float
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What came out. Print it."""
+
+    folder: Path
+    rows: Sequence[Row]
+    base: dict[str, Any]
+    """Accuracy on the digits that it learned, parameters, bytes and latency of the base."""
+    report: Path
+    seconds: float
+    notes: Sequence[str] = field(default=())
+
+    def __str__(self) -> str:
+        titles = [
+            "digits",
+            "method",
+            "channels",
+            "right",
+            "learned",
+            "bytes",
+            "MACs",
+            f"ms for {BATCH}",
+            "x base",
+            "switch ms",
+        ]
+        shown = table(titles, [_cells(row) for row in self.rows])
+        return "\n".join([shown, *self.notes])
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        own = {"folder": str(self.folder), "report": str(self.report), "seconds": self.seconds}
+        return {
+            **own,
+            "base": self.base,
+            "rows": [asdict(row) for row in self.rows],
+            "notes": list(self.notes),
+        }
+
+
+def _cells(row: Row) -> list[str]:
+    shares = [f"{share:.1%}" for share in (row.channels, row.accuracy)]
+    sizes = [f"{row.learned:,}", f"{row.bytes:,}", f"{row.macs:.1%}"]
+    times = [f"{row.latency_ms:.2f}", f"{row.speed_up:.1f}", f"{row.switch_ms:.2f}"]
+    return [row.task, METHODS[row.method], *shares, *sizes, *times]
+
+
+def demo(folder: str | os.PathLike[str] = "spalier-demo", *, seed: int = 0, say: Say = print) -> Demo:
+    """Pretrain, learn three tasks two ways, prune, switch, measure, report; what was stopped goes on."""
+    place = Path(folder)
+    _check(place)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a network gains nothing by more, and loses much where others work too
+    try:
+        return _shown(place, seed, say)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _shown(place: Path, seed: int, say: Say) -> Demo:
+    start = time.perf_counter()
+    say(f"a small ResNet learns the digits {LEARNED_FIRST[0]} to {LEARNED_FIRST[-1]}, and is frozen")
+    base, known = _pretrained(place, seed)
+    first = known.rows[0]
+    say(f"  {first['test']:.1%} right, {first['parameters']:,} parameters, {first['bytes']:,} bytes")
+    runs = _learn(place, seed, say)
+    store = _store(place, runs)
+    say(f"one base, {len(store)} task files: switch between them")
+    switches = _switch(base, store, say)
+    say("latency of all of them, in turns")
+    rows, latency = _measured(base, store, runs, switches)
+    own = {"accuracy": first["test"], "parameters": first["parameters"]}
+    own |= {"bytes": (place / "base.safetensors").stat().st_size, "latency_ms": latency}
+    page = report(place / "runs", place / "report.html")
+    notes = _notes(rows, own, store)
+    return Demo(place, rows, own, page, round(time.perf_counter() - start, 1), notes)
+
+
+def _check(folder: Path) -> None:
+    """The demo writes only where nothing else is."""
+    ours = {"base", "base.safetensors", "runs", "tasks", "report.html"}
+    if folder.exists() and (not folder.is_dir() or {entry.name for entry in folder.iterdir()} - ours):
+        raise RunError("folder", f"{str(folder)!a} holds something else than a demo; pass another --folder")
+
+
+def _pretrained(folder: Path, seed: int) -> tuple[nn.Module, Results]:
+    """The base, as a file; learned as a run that never prunes."""
+    net = open_network(NETWORK, classes=len(LEARNED_FIRST), seed=seed, width=WIDTH)
+    config = TransferPruning(
+        name="base",
+        method="fine-pruning",
+        data="digits",
+        classes=tuple(LEARNED_FIRST),
+        densities=(),
+        epochs=6,
+        seed=seed,
+        trackers=(),
+    )
+    results = config.run(folder / "base", network=net, progress=False)
+    built = results.tasks.load("base-100").build(net)
+    state = {name: value.contiguous() for name, value in built.state_dict().items()}
+    files.write(folder / "base.safetensors", save(state))
+    return built, results
+
+
+def _learn(folder: Path, seed: int, say: Say) -> dict[tuple[str, Method], Results]:
+    """Every task with both methods."""
+    found = {}
+    for name, classes in TASKS.items():
+        for method, title in METHODS.items():
+            config = TransferPruning(
+                name=name,
+                method=method,
+                network=NETWORK,
+                network_options={"width": WIDTH},
+                weights=str(folder / "base.safetensors"),
+                data="digits",
+                classes=tuple(classes),
+                limit=600,
+                densities=DENSITIES,
+                epochs=5,
+                epochs_each=3,
+                seed=seed,
+                trackers=(),
+            )
+            results = config.run(folder / "runs" / f"{name}-{method}", progress=False)
+            found[name, method] = results
+            right = ", ".join(f"{row['test']:.1%} at {row['channels']:.0%}" for row in results.rows)
+            say(f"digits {_words(classes)} by {title}: {right} of the channels")
+    return found
+
+
+def _words(classes: str) -> str:
+    return f"{classes[0]} to {classes[-1]}"
+
+
+def _store(folder: Path, runs: dict[tuple[str, Method], Results]) -> Store:
+    """All task files in one store, by task, method and density."""
+    store = Store(folder / "tasks")
+    for (_, method), results in runs.items():
+        for row in results.rows:
+            store.add(results.tasks.load(row["task"]), _name(row["task"], method), overwrite=True)
+    return store
+
+
+def _name(task: str, method: str) -> str:
+    data, _, density = task.rpartition("-")
+    return f"{data}-{method}-{density}"
+
+
+def _switch(base: nn.Module, store: Store, say: Say) -> dict[str, float]:
+    """How long it takes from a file to a ready network, each with a switcher that has not seen it; and back again."""
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    switcher, cold = Switcher(base, store), {}
+    for name in store:
+        start = time.perf_counter()
+        switcher.activate(name)
+        cold[name] = 1e3 * (time.perf_counter() - start)
+    names, start = list(store), time.perf_counter()
+    for name in names:
+        switcher.activate(name)
+    warm = (time.perf_counter() - start) / len(names)
+    same = all(torch.equal(value, before[name]) for name, value in base.state_dict().items())
+    if not same:
+        raise RunError(
+            "changed", "the base is not what it was before the switches; this is a defect of Spalier"
+        )
+    say(f"  again, from memory: {1e6 * warm:.0f} µs each; the base is the same to the bit")
+    return cold
+
+
+def _measured(
+    base: nn.Module, store: Store, runs: dict[tuple[str, Method], Results], switches: dict[str, float]
+) -> tuple[list[Row], float]:
+    """A row for each task file; latencies are medians of turns that all networks take."""
+    tasks = {name: store.load(name) for name in store}
+    size = _size(tasks)
+    example = torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(0))
+    timed = bench(base, tasks, example, batches=(BATCH,), backends=("eager",), rounds=9, seconds=0.004)
+    rows = []
+    for (data, method), results in runs.items():
+        for row in results.rows:
+            name = _name(row["task"], method)
+            latency = 1e3 * timed.timing(name, "eager", BATCH).latency
+            speed_up = timed.comparison(name, "eager", BATCH).speedup or 0.0
+            measured = (row["learned"], row["bytes"], row["macs"], latency, speed_up, switches[name])
+            rows.append(Row(_words(TASKS[data]), method, row["channels"], row["test"], *measured))
+    return rows, 1e3 * timed.timing("base", "eager", BATCH).latency
+
+
+def _size(tasks: dict[str, Task]) -> int:
+    return int(next(iter(tasks.values())).info().preprocessing["size"])
+
+
+def _notes(rows: Sequence[Row], base: dict[str, Any], store: Store) -> list[str]:
+    """What the figures come to, in words; each sentence from this run alone."""
+    own = [row for row in rows if row.method == "splora"]
+    smallest = min(own, key=lambda row: row.bytes)
+    others = [row for row in rows if row.method != "splora" and row.task == smallest.task]
+    same = min(others, key=lambda row: abs(row.channels - smallest.channels))
+    return [
+        f"Base: {base['accuracy']:.1%} right on its own digits, {base['latency_ms']:.2f} ms for {BATCH} images.",
+        f"The smallest SPLoRA task has {smallest.bytes:,} bytes and {smallest.learned:,} learned numbers "
+        f"(fine-pruning there: {same.bytes:,} and {same.learned:,}).",
+        "One seed, small images: methods differ by chance too. `spalier sweep` compares them over seeds.",
+    ]

@@ -1,0 +1,447 @@
+"""Networks side by side: the statistics by slow oracles and a clock of our own, each backend once for real."""
+
+import copy
+import gc
+import itertools
+import json
+import math
+import random
+from statistics import median
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import awaken_, tiny_cnn
+from torch import nn
+
+import spalier as sp
+from spalier.adapters.attachment import attachment_of
+from spalier.benching import Benchmark, Timing, backends, bench, measuring
+from spalier.benching.intervals import FEWEST, interval, quartiles, rank
+from spalier.benching.results import BASE, compare, verdict_of
+from spalier.benching.turns import take_turns
+from spalier.errors import ConfigError, ExampleError, TaskFileError
+
+IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+QUICK = {"rounds": 6, "seconds": 0.0, "batches": (1, 3), "backends": ("eager",)}
+
+
+def task_of(base, name="small", keep=0.5, **options):
+    net = copy.deepcopy(base)
+    sp.attach_(net, sp.SPLoRA(rank=2), head="8", example=IMAGE)
+    structure = attachment_of(net).structure
+    units = {s.name: range(max(1, int(s.size * keep))) for s in structure.streams}
+    sp.prune_(awaken_(net), sp.Plan(structure, {key: list(value) for key, value in units.items()}))
+    return sp.Task.of(net.eval(), name, **options)
+
+
+@pytest.fixture(scope="module")
+def base():
+    torch.manual_seed(0)
+    return tiny_cnn().eval()
+
+
+@pytest.fixture(scope="module")
+def task(base):
+    return task_of(base, preprocessing={"size": 8})
+
+
+# statistics
+
+
+@pytest.mark.parametrize("count", range(1, 13))
+def test_the_rank_is_the_innermost_that_covers(count):
+    """By trying every way in which values can lie below and above the true median."""
+
+    def coverage(at):
+        below = [sum(signs) for signs in itertools.product((0, 1), repeat=count)]
+        return sum(at <= n <= count - at for n in below) / len(below)
+
+    fitting = [at for at in range(1, count // 2 + 1) if coverage(at) >= 0.95]
+    assert rank(count) == max(fitting, default=0)
+    assert (rank(count) > 0) == (count >= FEWEST)
+
+
+def test_intervals_hold_the_true_median_as_often_as_they_say():
+    drawn = random.Random(0)
+    held = 0
+    for _ in range(2000):
+        _, low, high = interval([drawn.expovariate(1) for _ in range(15)])
+        held += low <= math.log(2) <= high
+    assert held / 2000 > 0.95 - 0.015  # 0.965 is expected; three deviations of 2000 draws
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=FEWEST, max_size=40))
+def test_intervals_are_order_statistics(values):
+    middle, low, high = interval(values)
+    assert low <= middle <= high
+    assert middle == median(values)
+    assert sum(v < low for v in values) < rank(len(values))
+    assert sum(v > high for v in values) < rank(len(values))
+    first, last = quartiles(values)
+    assert min(values) <= first <= middle <= last <= max(values)
+
+
+def timing(network, seconds, batch=1, **options):
+    return Timing(network=network, backend="eager", batch=batch, seconds=tuple(seconds), calls=1, **options)
+
+
+def test_speed_ups_are_ratios_of_the_same_round():
+    """A machine that is slow for some rounds is slow for both: medians of each would not tell, ratios do."""
+    load = [1, 5, 1, 7, 1, 9, 1, 3]
+    slow = timing(BASE, [3.0 * each for each in load], macs=100)
+    fast = timing("a", [1.0 * each for each in load], macs=30)
+    found = compare(slow, fast)
+    assert (found.speedup, found.low, found.high) == (3.0, 3.0, 3.0)
+    assert found.verdict == "faster"
+    assert str(found) == "faster 3.00x (3.00-3.00x with 30% of the MACs)"
+
+
+def test_what_is_not_faster_is_said_not_to_be():
+    ratios = [0.97, 0.98, 1.0, 1.0, 1.01, 1.04]
+    found = compare(timing(BASE, ratios, macs=100), timing("a", [1.0] * 6, macs=30))
+    assert found.verdict == "no faster"
+    assert str(found) == "no faster: 1.00x (0.97-1.04x although it has 30% of the MACs)"
+    slower = compare(timing(BASE, [0.5] * 6, macs=100), timing("a", [1.0] * 6, macs=30))
+    assert str(slower).startswith("slower 0.50x (0.50-0.50x")
+    wild = compare(timing(BASE, [0.5, 1, 2, 3, 4, 5]), timing("a", [1.0] * 6))
+    assert str(wild).startswith("not settled: 0.50-5.00x")
+    assert wild.macs_share is None
+
+
+@given(st.floats(0.01, 100), st.floats(0.01, 100))
+def test_verdicts_never_go_beyond_the_interval(one, other):
+    low, high = sorted((one, other))
+    verdict = verdict_of(low, high)
+    if low <= 1 <= high:
+        assert verdict in ("no faster", "not settled")
+    if verdict == "faster":
+        assert low > 1
+    if verdict == "slower":
+        assert high < 1
+    if verdict == "no faster":
+        assert high <= 1.25
+
+
+def test_the_time_that_does_not_grow_is_a_reason_only_where_it_was_measured():
+    base, small = timing(BASE, [10.0] * 6), timing("a", [10.0] * 6)
+    fixed = timing("a", [10.0 + 63 * 0.1] * 6, batch=64)  # 9.9 + 0.1 n
+    assert "about 99% of its time at batch 1 does not grow" in compare(base, small, fixed).reason
+    grown = timing("a", [640.0] * 6, batch=64)
+    for larger in (None, small, grown, timing("a", (), batch=64, problem="it failed")):
+        assert compare(base, small, larger).reason == ""
+    assert compare(timing(BASE, [30.0] * 6), small, fixed).reason == ""  # it is faster: nothing to explain
+
+
+def test_what_was_not_measured_is_not_compared():
+    good, bad = timing("a", [1.0] * 6), timing(BASE, (), problem="no compiler")
+    assert str(compare(bad, good)) == "not measured: no base to compare with: no compiler"
+    assert compare(timing(BASE, [1.0] * 6), timing("a", (), problem="broken")).reason == "broken"
+
+
+# turns
+
+
+class Clock:
+    """Seconds that pass only where somebody works."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.log = []
+
+    def __call__(self):
+        return self.now
+
+    def worker(self, name, seconds):
+        def run():
+            self.now += seconds
+            self.log.append(name)
+
+        return run
+
+
+def test_contenders_take_turns_and_each_begins_a_round():
+    clock = Clock()
+    runs = {name: clock.worker(name, 1.0) for name in "abc"}
+    found = take_turns(runs, rounds=6, seconds=0.5, clock=clock)
+    assert "".join(clock.log[6:]) == "abcbcacab" * 2  # after two calls of each to see how long they take
+    assert found == {name: (1, [1.0] * 6) for name in "abc"}
+
+
+@settings(max_examples=12)
+@given(st.floats(1e-4, 3.0), st.floats(0, 0.1))
+def test_a_turn_takes_long_enough(each, least):
+    clock = Clock()
+    calls, times = take_turns({"a": clock.worker("a", each)}, rounds=1, seconds=least, clock=clock)["a"]
+    assert calls == 1 or (calls - 1) * each < least * 1.01
+    assert calls * each >= least * 0.99 or calls == 10_000
+    assert times == [pytest.approx(each)]
+
+
+def test_garbage_is_not_collected_while_timing_and_is_after_an_interrupt():
+    seen = []
+
+    def interrupted():
+        seen.append(gc.isenabled())
+        if len(seen) > 4:
+            raise KeyboardInterrupt
+
+    assert gc.isenabled()
+    with pytest.raises(KeyboardInterrupt):
+        take_turns({"a": interrupted}, rounds=9, seconds=0, clock=Clock())
+    assert seen == [True, True, False, False, False]
+    assert gc.isenabled()
+
+
+# whole benchmarks
+
+CLOCK = Clock()
+
+
+class Ticking(nn.Sequential):
+    """Takes ten seconds, and one more for each channel and sample."""
+
+    def forward(self, x):
+        CLOCK.now += 10 + self[0].weight.shape[0] * x.shape[0]
+        return super().forward(x)
+
+
+def test_a_benchmark_by_a_clock_of_known_relation():
+    base = Ticking(*tiny_cnn()).eval()
+    tasks = {"half": task_of(base, "a", 0.5), "least": task_of(base, "b", 0.1)}
+    found = bench(base, tasks, IMAGE, clock=CLOCK, **QUICK)
+    nets = {"base": base} | {name: task.build(base) for name, task in tasks.items()}
+    for (name, net), batch in itertools.product(nets.items(), (1, 3)):
+        row = found.timing(name, "eager", batch)
+        seconds = 10 + net[0].weight.shape[0] * batch
+        assert row.seconds == (seconds,) * 6
+        assert (row.latency, row.throughput, row.ready_seconds) == (seconds, batch / seconds, seconds)
+        assert row.macs == sp.count(net, IMAGE).macs
+    assert found.comparison("half", "eager", 3).speedup == pytest.approx(34 / 22)
+    assert found.comparison("least", "eager", 1).verdict == "faster"
+    assert found.rounds == 6
+
+
+def test_eager_for_real(base, task):
+    lines = []
+    found = bench(base, {"mine": task}, IMAGE, threads=1, progress=lines.append, **QUICK)
+    assert isinstance(found, Benchmark)
+    assert [t.network for t in found.timings] == ["base", "mine"] * 2
+    assert all(len(t.seconds) == 6 and min(t.seconds) > 0 and not t.problem for t in found.timings)
+    assert lines[0] == "eager, batch 1: base is made ready"
+    shown = str(found)
+    assert "samples/s" in shown
+    assert str(found.comparison("mine", "eager", 3)) in shown
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert plain["machine"]["torch"] == torch.__version__
+    assert plain["machine"]["threads"] == 1
+    assert [len(row["rounds"]) for row in plain["timings"]] == [6] * 4
+    assert plain["comparisons"][0]["text"] == str(found.comparisons[0])
+
+
+def test_compiled_for_real(base, task, monkeypatch):
+    """Many networks of one class, each compiled once: no cache of Dynamo's is shared, or overflows."""
+    assert backends.obstacle("compiled", torch.device("cpu")) == ""
+    graphs = backends._graphs()
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    found = bench(base, [task], IMAGE, **{**QUICK, "batches": (2,), "backends": ("compiled",)})
+    assert [t.problem for t in found.timings] == ["", ""]
+    assert backends._graphs() == graphs + 2
+    assert all(t.ready_seconds > max(t.seconds) for t in found.timings)
+    assert found.comparison("small", "compiled", 2).speedup > 0
+
+
+def test_onnxruntime_for_real(base, task):
+    pytest.importorskip("onnxruntime")
+    found = bench(base, [task], IMAGE, **{**QUICK, "batches": (2,), "backends": ("onnxruntime", "eager")})
+    assert [t.backend for t in found.timings] == ["eager"] * 2 + ["onnxruntime"] * 2
+    assert all(not t.problem and len(t.seconds) == 6 for t in found.timings)
+    assert "onnxruntime" in found.machine
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+def test_backends_compute_what_float64_does(base, backend, tmp_path):
+    x = torch.randn(3, 3, 8, 8)
+    with torch.inference_mode():
+        oracle = copy.deepcopy(base).double()(x.double())
+        found = backends.runner(backend, base, x, 1, tmp_path)()
+    assert backends.difference(found, oracle, 1e-5) == ""
+    assert "differ" in backends.difference(found, oracle * 1.01, 1e-5)
+    assert "shapes" in backends.difference(found, oracle[:1], 1e-5)
+    assert "not finite" in backends.difference(oracle * math.nan, oracle, 1e-5)
+
+
+def test_a_backend_that_computes_something_else_is_no_number(base, task, monkeypatch):
+    honest = backends.runner
+
+    def wrong(backend, net, x, threads, folder):
+        run = honest(backend, net, x, threads, folder)
+        return (lambda: run() * 1.1) if net is not base else run
+
+    monkeypatch.setattr(measuring, "runner", wrong)
+    found = bench(base, [task], IMAGE, **QUICK)
+    row = found.timing("small", "eager", 1)
+    assert row.seconds == ()
+    assert "differ from eager float32 by 1.0e-01" in row.problem
+    assert found.timing("base", "eager", 1).seconds
+    assert "not measured: outputs differ" in str(found)
+    json.dumps(found.to_dict())
+
+
+def test_a_backend_that_fails_is_a_row_and_the_others_go_on(base, task, monkeypatch):
+    def no_compiler(*_):
+        raise RuntimeError("no C++ compiler\nand more")
+
+    monkeypatch.setattr(backends, "_compiled", no_compiler)
+    missing = "onnxruntime is not installed: pip install spalier[onnx] onnxruntime"
+    known = backends.obstacle
+    monkeypatch.setattr(measuring, "obstacle", lambda b, d: missing if b == "onnxruntime" else known(b, d))
+    found = bench(base, [task], IMAGE, **{**QUICK, "backends": ("compiled", "onnxruntime", "eager")})
+    assert {t.problem for t in found.timings if t.backend == "compiled"} == {"RuntimeError: no C++ compiler"}
+    assert {t.problem for t in found.timings if t.backend == "onnxruntime"} == {missing}
+    assert all(t.seconds for t in found.timings if t.backend == "eager")
+    assert f"onnxruntime\nnot measured: {missing}" in str(found)
+    assert found.comparison("small", "compiled", 1).verdict == "not measured"
+
+
+def test_what_a_backend_needs_is_named(monkeypatch):
+    import importlib
+
+    real = importlib.import_module
+
+    def without(name):
+        if name == "onnxscript":
+            raise ModuleNotFoundError(name=name)
+        if name == "onnxruntime":
+            raise OSError("a library is missing")
+        return real(name)
+
+    monkeypatch.setattr(backends.importlib, "import_module", without)
+    cpu = torch.device("cpu")
+    assert backends.obstacle("onnxruntime", cpu) == (
+        "onnxscript is not installed: pip install spalier[onnx] onnxruntime"
+    )
+    assert "OSError: a library is missing" in backends._missing("onnxruntime")
+    assert "on cuda" in backends.obstacle("onnxruntime", torch.device("cuda"))
+    assert backends.obstacle("eager", cpu) == ""
+
+
+def test_torch_compile_that_is_switched_off_is_not_called_compiled(base, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch, "compile", lambda call, **_: call)
+    with pytest.raises(RuntimeError, match="left the network as it is"), torch.inference_mode():
+        backends.runner("compiled", base, IMAGE, 1, tmp_path)
+
+
+def test_everything_is_as_it_was_after_an_interrupt(task):
+    torch.manual_seed(0)
+    base = tiny_cnn()  # the same weights as the fixture's
+    base[1].eval()
+    modes = [m.training for m in base.modules()]
+    threads = torch.get_num_threads()
+    seen = []
+
+    def interrupt(line):
+        seen.append((torch.get_num_threads(), base.training))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench(base, [task], IMAGE, threads=threads + 1, progress=interrupt, **QUICK)
+    assert seen == [(threads + 1, False)]
+    assert torch.get_num_threads() == threads
+    assert [m.training for m in base.modules()] == modes
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_the_layout_of_the_base_is_the_batches(base):
+    seen = []
+
+    class Looking(nn.Sequential):
+        def forward(self, x):
+            if len(x) == 3:
+                seen.append(x.is_contiguous(memory_format=torch.channels_last))
+            return super().forward(x)
+
+    for laid in (torch.contiguous_format, torch.channels_last):
+        net = Looking(*copy.deepcopy(base)).to(memory_format=laid).eval()
+        bench(net, [], IMAGE, **{**QUICK, "batches": (3,)})
+        assert set(seen) == {laid is torch.channels_last}
+        seen.clear()
+
+
+def test_a_network_that_writes_into_its_input_is_measured_all_the_same(base):
+    greedy = nn.Sequential(nn.ReLU(inplace=True), *copy.deepcopy(base)).eval()
+    before = IMAGE.clone()
+    found = bench(greedy, [], IMAGE, **QUICK)
+    assert all(t.seconds for t in found.timings)
+    assert torch.equal(IMAGE, before)
+
+
+def test_half_precision_is_held_against_float32(base):
+    found = bench(copy.deepcopy(base).bfloat16(), [], IMAGE.bfloat16(), **QUICK)
+    assert [t.problem for t in found.timings] == ["", ""]
+
+
+def test_heads_of_other_sizes_and_folded_norms_are_said(base, task):
+    wide = copy.deepcopy(base)
+    wide[8] = nn.Linear(12, 100)
+    found = bench(wide, [task], IMAGE, fold=True, **QUICK)
+    assert any("small has outputs of 3, the base of 100" in note for note in found.notes)
+    assert "the tasks' batch norms are folded, the base's are not" in str(found)
+    assert bench(base, [task], IMAGE, **QUICK).notes == ()
+
+
+def test_without_an_example_the_tasks_size_is_taken(base, task):
+    found = bench(base, [task], **QUICK)
+    assert found.timing("base", "eager", 1).macs == sp.count(base, IMAGE).macs
+    with pytest.raises(ExampleError, match="pass example="):
+        bench(base, [task_of(base)], **QUICK)
+
+
+def test_networks_that_mix_samples_have_no_macs():
+    class Mixing(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + (x[:1] @ self.weight.T)
+
+    found = bench(Mixing(3, 3).eval(), [], torch.ones(2, 3), **QUICK)
+    assert [t.macs for t in found.timings] == [None, None]
+    assert "cannot be counted" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"rounds": 5}, "at least 6"),
+        ({"rounds": True}, "rounds is True"),
+        ({"batches": (0,)}, "integers of at least 1"),
+        ({"batches": ()}, "integers of at least 1"),
+        ({"backends": ("fast",)}, "expected some of eager, compiled, onnxruntime"),
+        ({"backends": "eager"}, "expected some of"),
+        ({"seconds": -1}, "seconds is -1"),
+        ({"seconds": math.nan}, "seconds is nan"),
+        ({"threads": 0}, "threads is 0"),
+    ],
+)
+def test_options_are_refused_before_anything_is_built(base, options, match):
+    with pytest.raises(ConfigError, match=match):
+        bench(base, [None], IMAGE, **{**QUICK, **options})
+
+
+def test_names_examples_and_bases_that_do_not_do(base, task):
+    for tasks in ([task, task], {"base": task}):
+        with pytest.raises(ConfigError, match="name"):
+            bench(base, tasks, IMAGE, **QUICK)
+    for example in (torch.tensor(1.0), torch.zeros(0, 3, 8, 8), [IMAGE]):
+        with pytest.raises(ExampleError, match="at least one sample"):
+            bench(base, [task], example, **QUICK)
+    with pytest.raises(ExampleError, match="does not run"):
+        bench(base, [task], torch.zeros(1, 5), **QUICK)
+    with pytest.raises(ConfigError, match="base is a str"):
+        bench("base", [task], IMAGE, **QUICK)
+    other = copy.deepcopy(base)
+    with torch.no_grad():
+        other[0].weight += 1
+    with pytest.raises(TaskFileError):
+        bench(other, [task], IMAGE, **QUICK)
+    with pytest.raises(KeyError, match="was not measured"):
+        bench(base, [], IMAGE, **QUICK).timing("a", "eager", 1)

@@ -1,0 +1,291 @@
+"""What all commands have in common: help, exit codes, errors in one line, logs, JSON."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+
+import spalier as package
+from spalier.cli.main import COMMANDS, EXIT_CODES, cli
+from spalier.cli.state import State
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests/golden/command_line.txt"
+
+
+def commands(command=cli, path=("spalier",)):
+    """Every command with its path, groups first."""
+    context = click.Context(command, info_name=path[-1])
+    yield path, command
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            yield from commands(command.get_command(context, name), (*path, name))
+
+
+ALL = {" ".join(path): command for path, command in commands()}
+LEAVES = {name: command for name, command in ALL.items() if not isinstance(command, click.Group)}
+
+
+def surface() -> str:
+    """Every argument and option, in order, with its kind and default."""
+    lines = []
+    for name, command in ALL.items():
+        lines.append(name)
+        for parameter in command.params:
+            words = "/".join([*parameter.opts, *parameter.secondary_opts])
+            kind = (
+                parameter.type.name
+                if not isinstance(parameter.type, click.Choice)
+                else "|".join(parameter.type.choices)
+            )
+            flags = [f for f in ("required", "multiple", "is_flag") if getattr(parameter, f, False)]
+            default = parameter.to_info_dict().get("default")
+            shown = "" if default in (None, False) else f" = {default}"
+            lines.append("  " + " ".join([words, kind, *flags]) + shown)
+    return "\n".join(lines) + "\n"
+
+
+def test_the_options_are_the_golden_ones():
+    """Write them anew with ``python tests/cli/test_command_line.py`` when a change is meant."""
+    assert surface() == GOLDEN.read_text()
+
+
+def test_there_is_every_command_that_was_promised():
+    promised = ["demo", "trace", "train", "sweep", "eval", "switch", "bench", "report", "doctor"]
+    tasks = ["info", "verify", "build", "export", "push", "pull", "list"]
+    assert {f"spalier {name}" for name in promised} | {f"spalier task {name}" for name in tasks} <= set(
+        LEAVES
+    )
+    assert set(COMMANDS) >= set(promised)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_command_has_help(name, spalier):
+    called = spalier(*name.split()[1:], "--help")
+    assert called.code == 0
+    assert called.out.startswith(f"Usage: {name}")
+    if name in LEAVES:
+        assert f"    {name} " in called.out or f"    {name}\n" in called.out or f"$({name}" in called.out
+
+
+@pytest.mark.parametrize("name", [name for name in LEAVES if name != "spalier completion"])
+def test_examples_are_commands_that_exist(name):
+    """Each example parses: its options are options, its command is one."""
+    for line in re.findall(r"^  (?:echo \S+ \| )?(spalier .*)$", LEAVES[name].epilog, re.MULTILINE):
+        words = line.split("#")[0].split()[1:]
+        command, context = cli, click.Context(cli, info_name="spalier")
+        while isinstance(command, click.Group):
+            command = command.get_command(context, words.pop(0))
+            assert command is not None, line
+        known = {option for parameter in command.params for option in parameter.opts}
+        assert {word for word in words if word.startswith("-")} <= known, line
+
+
+def test_exit_codes_are_documented(spalier):
+    shown = spalier("--help").out
+    for code, meaning in EXIT_CODES.items():
+        assert f"{code}  {meaning}" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["demonstrate"], "No such command 'demonstrate'"),
+        (["train"], "Missing option '--folder'"),
+        (["train", "--folder", "new"], "give a CONFIG file, or settings"),
+        (["trace", "resnet8"], "Missing option '--shape'"),
+        (["trace", "resnet8", "--shape", "3,x"], "'3,x' is no shape"),
+        (["bench", "resnet8"], "Missing argument 'TASK...'"),
+        (["bench", "resnet8", "t", "--batch", "0"], "expected numbers such as 1,64"),
+        (["bench", "resnet8", "t", "--backends", "fast"], "expected some of eager,compiled,onnxruntime"),
+        (["train", "--folder", "new", "--set", "epochs"], "expected KEY=VALUE"),
+        (["train", "--folder", "new", "--set", "epochs=1", "--set", "epochs=2"], "epochs is set twice"),
+        (["train", "--folder", "new", "--set", "epochs=[1"], "cannot be read"),
+        (["report", "absent"], "'absent' does not exist"),
+    ],
+)
+def test_wrong_usage(arguments, words, spalier, own_logs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    called = spalier(*arguments)
+    assert called.code == 2
+    assert words in called.err
+    assert called.err.count("\n") == 1
+    assert "--help" in called.err
+    assert not called.out
+    assert not own_logs.exists()
+    assert not Path("new").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trace", "resnet19", "--shape", "3,8,8"], "there is no network 'resnet19'; did you mean"),
+        (
+            ["train", "--folder", "new", "--set", "epoch=1"],
+            "'epoch', which is no setting; did you mean 'epochs'?",
+        ),
+        (["train", "--folder", "new", "--rank", "0"], "rank"),
+        (["train", "--folder", "new", "--data", "digit"], "digits"),
+        (["task", "info", "absent.task.safetensors"], "absent.task.safetensors"),
+        (["task", "list", "."], ""),
+        (["report", "."], "expected"),
+        (["eval", ".", "--base", "resnet8"], "no task files"),
+        (["trace", ".", "--shape", "3,8,8"], "without a run in it"),
+    ],
+)
+def test_errors_are_one_line_with_a_log(arguments, words, spalier, own_logs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    called = spalier(*arguments)
+    if arguments[:2] == ["task", "list"]:  # an empty folder is an empty store
+        assert called.code == 0
+        return
+    assert called.code == 1
+    lines = [line for line in called.err.splitlines() if not line.startswith("note: ")]
+    assert len(lines) == 1
+    assert words in lines[0]
+    (log,) = own_logs.iterdir()
+    assert lines[0].endswith(f"(log: {log})")
+    written = log.read_text()
+    assert f"$ spalier {' '.join(arguments)}" in written
+    assert "Traceback" in written
+    assert package.__version__ in written
+
+
+def test_errors_as_json(spalier, own_logs):
+    called = spalier("trace", "resnet19", "--shape", "3,8,8", "--json")
+    assert called.code == 1
+    assert called.json["error"]["code"] == "network"
+    assert Path(called.json["error"]["log"]).is_file()
+    assert spalier("trace", "resnet8", "--json").json["error"]["code"] == "usage"
+
+
+def test_a_traceback_only_with_debug(spalier):
+    assert "Traceback" not in spalier("trace", "resnet19", "--shape", "3,8,8").err
+    assert "Traceback" in spalier("--debug", "trace", "resnet19", "--shape", "3,8,8").err
+
+
+def test_a_defect_is_said_to_be_one(spalier, monkeypatch):
+    def broken(*_, **__):
+        raise ZeroDivisionError("division\nby zero")
+
+    monkeypatch.setattr("spalier.networks.open_network", broken)
+    called = spalier("trace", "resnet8", "--shape", "3,8,8")
+    assert called.code == 1
+    assert called.err.startswith("spalier: ZeroDivisionError: division by zero; this was not expected")
+
+
+def test_old_logs_are_thrown_away(spalier, own_logs):
+    own_logs.mkdir(parents=True)
+    for number in range(30):
+        (own_logs / f"spalier-20000101-0000{number:02}-1.log").write_text("old")
+    spalier("trace", "resnet19", "--shape", "3,8,8")
+    assert len(list(own_logs.iterdir())) == 20
+
+
+def test_a_log_goes_elsewhere_where_its_folder_cannot_be(spalier, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    called = spalier("trace", "resnet19", "--shape", "3,8,8")
+    (log,) = tmp_path.glob("spalier-*.log")
+    assert str(log) in called.err
+
+
+def test_a_log_of_everything(spalier, tmp_path):
+    log = tmp_path / "all.log"
+    assert spalier("--log", log, "trace", "resnet8", "--shape", "3,8,8").code == 0
+    assert log.exists()
+    called = spalier("--log", tmp_path / "absent" / "a.log", "trace", "resnet8", "--shape", "3,8,8")
+    assert called.code == 2
+    assert "cannot be written" in called.err
+
+
+def test_the_version(spalier):
+    assert spalier("--version").out == f"spalier {package.__version__}\n"
+
+
+def test_listening_ends_with_the_call(spalier):
+    import logging
+
+    before = [
+        (name, logging.getLogger(name).handlers[:], logging.getLogger(name).level)
+        for name in ("spalier", "py.warnings")
+    ]
+    spalier("trace", "resnet8", "--shape", "3,8,8")
+    after = [
+        (name, logging.getLogger(name).handlers[:], logging.getLogger(name).level)
+        for name in ("spalier", "py.warnings")
+    ]
+    assert before == after
+
+
+def test_a_result_is_one_document(capsys):
+    with State(["--json"]) as state:
+        state.show("for people", {"a": [1]})
+    assert json.loads(capsys.readouterr().out) == {"a": [1]}
+
+
+def started(*arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "spalier", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def test_interrupted_and_gone_on_with(tmp_path):
+    """Ctrl-C ends a run with 130 and a checkpoint; the same command without settings goes on with it."""
+    folder = tmp_path / "run"
+    small = ["--set", "limit=60", "--set", "network_options={width: 4}", "--set", "trackers=[]"]
+    process = started(
+        "train",
+        "--data",
+        "digits",
+        "--network",
+        "resnet8",
+        *small,
+        "--set",
+        "epochs=2000",
+        "--set",
+        "densities=[]",
+        "--folder",
+        folder,
+    )
+    deadline = time.monotonic() + 120
+    while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert err.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in err
+    assert (folder / "checkpoint.safetensors").exists()
+
+
+def test_a_reader_that_has_enough_is_no_error(tmp_path):
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = started("trace", "resnet8", "--shape", "3,8,8", "--json", env=environment)
+    process.stdout.close()
+    _, err = process.communicate(timeout=60)
+    assert "Traceback" not in err
+    assert "unexpected" not in err
+
+
+def test_without_click_there_is_a_message(tmp_path):
+    code = "import sys; sys.modules['click'] = None; from spalier.cli import entry; entry()"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert "pip install spalier[cli]" in found.stderr
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(surface())

@@ -1,0 +1,253 @@
+"""Commands on a run and its tasks; each result is held to what the library itself says."""
+
+import io
+import json
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spalier.networks import open_network
+from spalier.tasks.store import Store
+from spalier.tasks.task import Task
+
+IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def half(ran):
+    return ran / "tasks/digits-50.task.safetensors"
+
+
+@pytest.fixture(scope="module")
+def base(ran):
+    return open_network("resnet8", classes=10, seed=0, width=8)
+
+
+def rows(ran):
+    return json.loads((ran / "results.json").read_text())["rows"]
+
+
+def test_train_says_what_came_out_and_goes_on(ran, spalier):
+    called = spalier("train", "--folder", ran, "--json")
+    assert called.code == 0
+    assert called.json["rows"] == rows(ran)
+    assert "digits-50" in spalier("train", "--folder", ran).out
+    other = spalier("train", "--folder", ran, "--set", "seed=3")
+    assert other.code == 1
+    assert "other settings" in other.err
+
+
+def test_train_from_a_file(tmp_path, spalier, ran):
+    config = tmp_path / "config.yaml"
+    config.write_text((ran / "run.yaml").read_text())
+    called = spalier(
+        "-q",
+        "train",
+        config,
+        "--set",
+        "densities=[]",
+        "--set",
+        "epochs=0",
+        "--folder",
+        tmp_path / "run",
+        "--json",
+    )
+    assert called.code == 0, called.err
+    assert [row["task"] for row in called.json["rows"]] == ["digits-100"]
+
+
+def test_eval_finds_the_accuracy_of_the_run(ran, spalier):
+    found = spalier("eval", ran, "--json").json["tasks"]
+    assert [row["task"] for row in found] == ["digits-100", "digits-50"]
+    for row, wanted in zip(found, rows(ran), strict=True):
+        assert row["accuracy"] == pytest.approx(wanted["test"])
+        assert row["loss"] == pytest.approx(wanted["test_loss"], abs=1e-4)
+        assert row["said"] == pytest.approx(wanted["test"])
+    assert "in the file" in spalier("eval", ran).out
+    validation = spalier("eval", ran, "--part", "validation", "--json").json["tasks"]
+    assert validation[0]["accuracy"] == pytest.approx(rows(ran)[0]["validation"])
+
+
+def test_eval_away_from_its_run(half, ran, tmp_path, spalier):
+    copy = tmp_path / half.name
+    copy.write_bytes(half.read_bytes())
+    assert spalier("eval", copy).code == 2
+    assert "--base is missing" in spalier("eval", copy).err
+    assert (
+        "--data is missing"
+        in spalier("eval", copy, "--base", "resnet8", "--option", "width=8", "--classes", "10").err
+    )
+    named = spalier(
+        "eval",
+        copy,
+        "--base",
+        "resnet8",
+        "--option",
+        "width=8",
+        "--data",
+        "digits",
+        "--classes",
+        "10",
+        "--json",
+    )
+    assert named.json["tasks"][0]["accuracy"] == pytest.approx(rows(ran)[1]["test"])
+    other = spalier("eval", copy, "--base", "resnet8", "--data", "digits")
+    assert other.code == 1
+    assert "base" in other.err
+
+
+def test_code_in_a_runs_file_is_not_run_unasked(half, ran, tmp_path, spalier, monkeypatch):
+    """A folder may come from elsewhere: what it names is only imported where the user names the folder."""
+    place = tmp_path / "elsewhere"
+    (place / "tasks").mkdir(parents=True)
+    (place / "tasks" / half.name).write_bytes(half.read_bytes())
+    settings = (ran / "run.yaml").read_text().replace("network: resnet8", "network: harmful:code")
+    (place / "run.yaml").write_text(settings)
+    (tmp_path / "harmful.py").write_text("raise SystemExit('ran')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    called = spalier("eval", place / "tasks" / half.name)
+    assert called.code == 2
+    assert "made by code" in called.err
+
+
+def test_list_info_verify(ran, half, spalier, tmp_path):
+    listed = spalier("task", "list", ran / "tasks", "--json").json["tasks"]
+    assert [(entry["name"], entry["bytes"]) for entry in listed] == [
+        (name, (ran / f"tasks/{name}.task.safetensors").stat().st_size)
+        for name in sorted(Store(ran / "tasks"))
+    ]
+    assert (
+        "such tasks on" in spalier("task", "list", ran).out
+        or "takes less" in spalier("task", "list", ran).out
+    )
+    info = spalier("task", "info", half, "--json").json
+    assert info["learned"] == rows(ran)[1]["learned"]
+    assert info["bytes"] == half.stat().st_size
+    assert spalier("task", "verify", ran, "--base", ran).code == 0
+    broken = tmp_path / "broken.task.safetensors"
+    broken.write_bytes(half.read_bytes()[:-9])
+    called = spalier("task", "verify", half, broken, "--json")
+    assert called.code == 3
+    assert [row["sound"] for row in called.json["tasks"]] == [True, False]
+    assert called.json["tasks"][1]["code"]
+    wrong = spalier(
+        "task", "verify", half, "--base", "resnet8", "--option", "width=8", "--classes", "7", "--json"
+    )
+    assert wrong.json["tasks"][0]["code"] == "base-values"
+    assert wrong.code == 3
+
+
+def test_one_task_is_meant(ran, spalier):
+    called = spalier("task", "info", ran)
+    assert called.code == 2
+    assert "holds 2 tasks; name one of them" in called.err
+
+
+@torch.no_grad()
+def test_build(half, base, spalier, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wanted = Task.load(half).build(base)(IMAGES)
+    assert spalier("task", "build", half, "-o", "small.pt").code == 0
+    assert torch.equal(torch.load("small.pt", weights_only=False)(IMAGES), wanted)
+    called = spalier("task", "build", half, "-o", "small.safetensors", "--json")
+    tensors = load_file("small.safetensors")
+    built = Task.load(half).build(base)
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == {
+        name: tuple(t.shape) for name, t in built.state_dict().items()
+    }
+    assert called.json["parameters"] == sum(p.numel() for p in built.parameters())
+
+
+@pytest.mark.parametrize("ending", ["onnx", "pt2", "pte"])
+@torch.no_grad()
+def test_export(ending, half, base, spalier, tmp_path):
+    out = tmp_path / f"net.{ending}"
+    called = spalier("task", "export", half, "-o", out, "--json")
+    assert called.code == 0, called.err
+    assert called.json["difference"] < 1e-4
+    assert out.stat().st_size == called.json["bytes"]
+    wanted = Task.load(half).build(base)(IMAGES).numpy()
+    if ending == "onnx":
+        session = onnxruntime.InferenceSession(str(out), providers=["CPUExecutionProvider"])
+        found = session.run(None, {session.get_inputs()[0].name: IMAGES.numpy()})[0]
+        np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4)
+    if ending == "pt2":
+        np.testing.assert_allclose(
+            torch.export.load(out).module()(IMAGES).numpy(), wanted, rtol=1e-3, atol=1e-4
+        )
+
+
+def test_an_export_that_computes_something_else_is_not_written(half, spalier, tmp_path, monkeypatch):
+    real = torch.export.load
+    monkeypatch.setattr(
+        "torch.export.load",
+        lambda path: type("P", (), {"module": lambda self: lambda x: real(path).module()(x) + 1})(),
+    )
+    called = spalier("task", "export", half, "-o", tmp_path / "net.pt2")
+    assert called.code == 1
+    assert "differ from PyTorch's" in called.err
+    assert not (tmp_path / "net.pt2").exists()
+
+
+def test_files_that_cannot_be_written(half, spalier, tmp_path):
+    assert "expected one of .onnx, .pt2, .pte" in spalier("task", "export", half, "-o", "net.zip").err
+    called = spalier("task", "build", half, "-o", tmp_path / "absent" / "small.pt")
+    assert called.code == 2
+    assert "there is no folder" in called.err
+
+
+def test_switch(ran, spalier, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("digits-50\n\nls\nnothing\n1\nq\n"))
+    called = spalier("switch", ran / "tasks")
+    assert called.code == 0
+    first, second = called.out.splitlines()
+    assert first.startswith("digits-50: switched in")
+    assert second.startswith("digits-100: switched in")
+    assert f"{rows(ran)[1]['test']:.1%} of digits right" in first
+    assert "the store has no task 'nothing'" in called.err
+    monkeypatch.setattr("sys.stdin", io.StringIO("digits-50"))
+    found = spalier("switch", ran / "tasks", "--json").json["switches"]
+    assert [row["task"] for row in found] == ["digits-50"]
+    assert found[0]["accuracy"] == pytest.approx(rows(ran)[1]["test"])
+
+
+def test_bench(ran, half, spalier):
+    called = spalier(
+        "bench", ran, half, "--backends", "eager", "--batch", "2", "--rounds", "6", "--threads", "1", "--json"
+    )
+    assert called.code == 0, called.err
+    assert {timing["network"] for timing in called.json["timings"]} == {"base", "digits-50"}
+    assert called.json["machine"]["threads"] == 1
+
+
+def test_report_and_figures(ran, spalier, tmp_path):
+    called = spalier("report", ran, "-o", tmp_path / "r.html", "--figures", tmp_path / "f", "--json")
+    assert called.code == 0, called.err
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+    assert {path.rpartition(".")[2] for path in called.json["figures"]} == {"svg", "png", "csv"}
+
+
+def test_trace(spalier, base):
+    from spalier.tracing import trace
+
+    called = spalier("trace", "resnet8", "--shape", "3,8,8", "--option", "width=8", "--json")
+    assert called.json == json.loads(json.dumps(trace(base, torch.zeros(2, 3, 8, 8)).to_dict()))
+    assert "layer1.0.conv1" in spalier("trace", "resnet8", "--shape", "3,8,8").out
+
+
+def test_sweep_and_a_run_of_it_that_fails(ran, spalier, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text((ran / "run.yaml").read_text())
+    quick = ["--set", "densities=[]", "--set", "epochs=0", "--retries", "0", "--threads", "1"]
+    called = spalier("sweep", config, *quick, "--over", "rank=1,2", "--folder", tmp_path / "s", "--json")
+    assert called.code == 0, called.err
+    assert [row["rank"] for row in called.json["rows"]] == [1, 2]
+    assert "--over is missing" in spalier("sweep", config, "--folder", tmp_path / "t").err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell, spalier):
+    assert "_SPALIER_COMPLETE" in spalier("completion", shell).out

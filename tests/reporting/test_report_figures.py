@@ -1,0 +1,256 @@
+"""Figures: numbers are the rows', drawings are well-formed and inside of their frames, files can be read back."""
+
+import csv
+import io
+import itertools
+import math
+import re
+import statistics
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from PIL import Image
+from reported import HOSTILE, write_run
+
+import spalier as sp
+from spalier.errors import ConfigError
+from spalier.reporting import write
+from spalier.reporting.figure import Figure, Line, Panel
+from spalier.reporting.gather import gather
+from spalier.reporting.plates import plates
+from spalier.reporting.scales import Axis
+from spalier.reporting.svg import draw
+from spalier.reporting.write import export, report, standalone
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("figures") / "run"
+    rows = write_run(folder)
+    return rows, plates(gather(folder))
+
+
+def by_name(found):
+    return {figure.name: figure for figure in found.all()}
+
+
+def test_tables_hold_the_rows(run):
+    rows, found = run
+    figures = by_name(found)
+    for name, column in (("accuracy-learned", "learned"), ("accuracy-latency", "latency_ms")):
+        table = figures[name].rows
+        assert [(r[3], r[4]) for r in table] == [(row[column], row["test"]) for row in rows]
+    assert [r[2] for r in figures["files"].rows] == [row["bytes"] for row in rows]
+    assert {"wall", "learning", "break-even", "scores-birds-50", "examples-birds-25"} <= set(figures)
+
+
+def test_the_points_are_the_rows(run):
+    rows, found = run
+    figure = by_name(found)["accuracy-learned"]
+    (line,) = (m for m in figure.panels[0].marks if isinstance(m, Line))
+    assert list(line.points) == [(row["learned"], row["test"]) for row in rows]
+
+
+def test_means_over_seeds(tmp_path):
+    rows = [write_run(tmp_path / "s" / str(seed), seed=seed) for seed in range(3)]
+    figure = by_name(plates(gather(tmp_path / "s")))["accuracy-learned"]
+    for place, row in enumerate(figure.rows):
+        values = [each[place]["test"] for each in rows]
+        assert row[2] == 3
+        assert math.isclose(row[4], statistics.fmean(values))
+        assert math.isclose(row[5], statistics.stdev(values))
+
+
+def test_confusion_and_classes_are_counted(tmp_path):
+    import json
+
+    write_run(tmp_path / "r")
+    counts = json.loads((tmp_path / "r/blocks/00.json").read_text())["confusion"]["test"]
+    figures = by_name(plates(gather(tmp_path / "r")))
+    names = ["cat", "dog", "owl"]
+    told = {row[0]: row[2] for row in figures["classes-birds-100"].rows}
+    assert told == {n: counts[i][i] / sum(counts[i]) for i, n in enumerate(names)}
+    shares = [row[2] for row in figures["classes-birds-100"].rows]
+    assert shares == sorted(shares, reverse=True)
+    wrong = {(row[0], row[1]): row[2] for row in figures["confusion-birds-100"].rows}
+    for i, a in enumerate(names):
+        for j, b in enumerate(names):
+            assert wrong.get((a, b), 0) == (counts[i][j] if i != j else 0)
+
+
+def test_drawings_are_well_formed_and_inside(run):
+    for figure in run[1].all():
+        for width in (344, 544, 1120):
+            root = ElementTree.fromstring(draw(figure, width))
+            _, _, w, h = map(float, root.get("viewBox").split())
+            assert w == width
+            for circle in root.iter(f"{SVG}circle"):
+                assert 0 <= float(circle.get("cx")) <= w, figure.name
+                assert 0 <= float(circle.get("cy")) <= h, figure.name
+            for box in root.iter(f"{SVG}rect"):
+                assert float(box.get("x", 0)) >= -1, figure.name
+                assert float(box.get("x", 0)) + float(box.get("width").rstrip("%")) <= w + 1
+            for points in (line.get("points") for line in root.iter(f"{SVG}polyline")):
+                pairs = [tuple(map(float, p.split(","))) for p in points.split()]
+                assert all(-0.1 <= x <= w + 0.1 and -0.1 <= y <= h + 0.1 for x, y in pairs)
+            assert not any(
+                "style" in node.attrib or any(a.startswith("on") for a in node.attrib) for node in root.iter()
+            )
+
+
+def test_every_file_can_be_read_back(run, tmp_path):
+    found = list({figure.name.partition("-birds")[0]: figure for figure in run[1].all()}.values())
+    assert len(found) == 11
+    export(found, tmp_path)
+    for figure in found:
+        rows = list(csv.reader((tmp_path / f"{figure.name}.csv").read_text("utf-8").splitlines()))
+        assert rows[0] == list(figure.columns)
+        assert len(rows) == len(figure.rows) + 1
+        text = (tmp_path / f"{figure.name}.svg").read_text("utf-8")
+        assert "var(" not in text
+        ElementTree.fromstring(text)
+        with Image.open(tmp_path / f"{figure.name}.png") as image:
+            shades = image.convert("L").resize((image.width // 3, image.height // 3)).histogram()
+            assert sum(map(bool, shades)) > 5, figure.name
+            assert image.width >= 3 * 344
+
+
+def test_csv_keeps_names_and_numbers():
+    rows = [
+        ['a "quoted", name\nin two lines', 0.1 + 0.2, None, 7],
+        *([h.replace("\ud800", ""), 1.0, None, 0] for h in HOSTILE),
+    ]
+    figure = Figure("f", "t", "c", [], ["name", "float", "none", "whole"], rows)
+    back = list(csv.reader(io.StringIO(figure.to_csv())))[1:]
+    for (name, number, nothing, whole), want in zip(back, rows, strict=True):
+        assert name == want[0]
+        assert float(number) == want[1]
+        assert nothing == ""
+        assert int(whole) == want[3]
+
+
+def test_a_missing_renderer_is_named_and_the_rest_is_there(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "resvg_py", None)
+    with pytest.raises(ConfigError, match=r"pip install spalier\[report\]"):
+        export(run[1].all()[:2], tmp_path)
+    assert len(list(tmp_path.glob("*.svg"))) == len(list(tmp_path.glob("*.csv"))) == 2
+
+
+def test_a_system_without_fonts_is_named(run, tmp_path, monkeypatch):
+    import resvg_py
+
+    real = resvg_py.svg_to_bytes
+    monkeypatch.setattr(resvg_py, "svg_to_bytes", lambda **given: real(**given, skip_system_fonts=True))
+    with pytest.raises(ConfigError, match="font"):
+        export(run[1].all()[:1], tmp_path)
+
+
+def test_nineteen_densities(tmp_path):
+    densities = [round(1 - 0.05 * i, 2) for i in range(19)]
+    rows = write_run(tmp_path / "r", densities=densities, extras=False)
+    figures = by_name(plates(gather(tmp_path / "r")))
+    assert len(figures["accuracy-macs"].rows) == len(rows) == 19
+    assert len(figures["wall"].columns) == 21
+
+
+def test_24_series_are_grouped(tmp_path):
+    for method in ("splora", "lora"):
+        for rank in (2, 4, 8):
+            for criterion in ("taylor", "weight", "random", "gradient"):
+                write_run(
+                    tmp_path / f"{method}{rank}{criterion}",
+                    method=method,
+                    rank=rank,
+                    criterion=criterion,
+                    extras=False,
+                    densities=(1.0, 0.5),
+                )
+    figure = by_name(plates(gather(tmp_path)))["accuracy-learned"]
+    assert [p.title for p in figure.panels] == ["SPLoRA", "LoRA"]
+    assert len(figure.rows) == 48
+    for panel in figure.panels:
+        labels = [m.label for m in panel.marks if isinstance(m, Line)]
+        assert len(set(labels)) == len(labels) == 12
+
+
+def test_a_thousand_classes_show_the_pairs_that_matter(tmp_path):
+    classes = [f"class {i}" for i in range(1000)]
+    write_run(tmp_path / "r", classes=classes, densities=(1.0,), extras=False)
+    figures = by_name(plates(gather(tmp_path / "r")))
+    confusion, per_class = figures["confusion-birds-100"], figures["classes-birds-100"]
+    assert len(confusion.panels[0].marks) == 25
+    assert confusion.rows[0][2] == max(row[2] for row in confusion.rows)
+    assert len(per_class.rows) == 1000
+    assert len(draw(confusion, 344)) < 50_000
+
+
+def test_accuracies_that_are_not_known_are_left_out_and_said(tmp_path):
+    write_run(tmp_path / "r", accuracies=[0.9, None, float("nan")])
+    figure = by_name(plates(gather(tmp_path / "r")))["accuracy-learned"]
+    # the task files of these rows hold no accuracy either
+    assert [row[4] for row in figure.rows] == [0.9]
+    assert "2 without these numbers are not shown" in figure.caption
+    write_run(tmp_path / "n", accuracies=[None] * 3, latency=False)
+    assert not {"accuracy-learned", "accuracy-latency"} & set(by_name(plates(gather(tmp_path / "n"))))
+
+
+def test_one_task_alone(tmp_path):
+    write_run(tmp_path / "r", densities=(1.0,))
+    figures = by_name(plates(gather(tmp_path / "r")))
+    assert len(figures["accuracy-learned"].rows) == 1
+    ElementTree.fromstring(draw(figures["accuracy-learned"], 344))
+
+
+def test_break_even_is_the_stores(tmp_path):
+    write_run(tmp_path / "r")
+    found = gather(tmp_path / "r")
+    figure = by_name(plates(found))["break-even"]
+    store = sp.Store(tmp_path / "r" / "tasks").report()
+    words = "however many" if store.break_even is None else f"from {store.break_even} tasks on"
+    assert words in figure.caption
+
+
+def test_hostile_names_are_text_in_drawings(tmp_path):
+    write_run(tmp_path / "r", classes=HOSTILE)
+    for figure in plates(gather(tmp_path / "r")).all():
+        root = ElementTree.fromstring(standalone(figure))
+        kinds = {node.tag.removeprefix(SVG) for node in root.iter()}
+        assert kinds <= {
+            "svg",
+            "g",
+            "text",
+            "path",
+            "rect",
+            "circle",
+            "polyline",
+            "title",
+            "desc",
+            "style",
+            "image",
+        }
+        hrefs = [v for node in root.iter() for k, v in node.attrib.items() if k.endswith("href")]
+        assert all(re.fullmatch(r"data:image/png;base64,[A-Za-z0-9+/=]+", href) for href in hrefs)
+
+
+def test_labels_at_lines_do_not_touch():
+    lines = [Line([(1, 0.5), (2, 0.5 + 0.001 * i)], f"s{i % 8}", f"series {i}") for i in range(12)]
+    panel = Panel(Axis("x", 1, 2), Axis("y", 0, 1), lines, height=230)
+    root = ElementTree.fromstring(draw(Figure("f", "t", "c", [panel], [], []), 544))
+    ys = sorted(float(t.get("y")) for t in root.iter(f"{SVG}text") if (t.text or "").startswith("series"))
+    assert len(ys) == 12
+    assert min(b - a for a, b in itertools.pairwise(ys)) >= 12.9
+
+
+def test_a_report_lands_where_it_is_asked_for(tmp_path):
+    write_run(tmp_path / "r", extras=False)
+    assert report(tmp_path / "r") == tmp_path / "r" / "report.html"
+    assert (
+        report(tmp_path / "r", tmp_path / "new" / "page.html")
+        .read_text("utf-8")
+        .startswith("<!doctype html>")
+    )
+    (tmp_path / "folder").mkdir()
+    assert report(tmp_path / "r", tmp_path / "folder") == tmp_path / "folder" / "report.html"
+    assert write.SCALE == 3

@@ -1,0 +1,176 @@
+"""Folders become findings: what is read, what is told apart, what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+from reported import DENSITIES, task, tasks, write_run
+
+import spalier as sp
+from spalier.errors import RunError
+from spalier.reporting import reading, wall
+from spalier.reporting.gather import gather
+from spalier.reporting.series import facets
+
+
+def test_a_run_is_its_rows(tmp_path):
+    rows = write_run(tmp_path / "birds")
+    found = gather(tmp_path / "birds")
+    assert (found.kind, found.name, len(found.runs)) == ("run", "birds", 1)
+    assert [e.name for e in found.entries] == [row["task"] for row in rows]
+    for entry, row in zip(found.entries, rows, strict=True):
+        for name in ("test", "validation", "learned", "macs", "macs_left", "latency_ms", "bytes"):
+            if name != "macs_left":
+                assert entry.number(name) == row[name], name
+        assert entry.target == row["target"]
+        assert len(entry.examples) == 11
+    assert [e.scores is not None for e in found.entries] == [False, True, True]
+    assert [(e.block, e.step) for e in found.runs[0].epochs][:4] == [(0, 10), (0, 20), (0, 30), (1, 40)]
+
+
+def test_layers_are_what_the_built_network_has():
+    from support import tiny_cnn
+
+    base = tiny_cnn(10)
+    for each in tasks():
+        layers = {layer.name: layer for layer in reading.layers(each)}
+        assert set(layers) == {"0", "3"}
+        assert [layers[n].channels for n in "03"] == [base[0].out_channels, base[3].out_channels]
+        shapes = [row.shape for row in each.table.rows if row.path in ("0", "3") and len(row.shape) == 4]
+        assert shapes[0][0] == layers["0"].channels
+        assert layers["0"].left + layers["3"].left == each.description.density.channels[0]
+
+
+def test_lives_are_what_counting_gives(tmp_path):
+    write_run(tmp_path / "r")
+    entries = gather(tmp_path / "r").entries
+    for layer in range(2):
+        lives = wall.life(entries, layer)
+        for step, entry in enumerate(entries):
+            assert [life > step for life in lives] == entry.layers[layer].kept.tolist()
+
+
+def test_a_run_in_progress_shows_what_is_done(tmp_path):
+    write_run(tmp_path / "r", done=False)
+    with (tmp_path / "r" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "epo')
+    found = gather(tmp_path / "r")
+    assert found.runs[0].state == "in progress"
+    assert len(found.entries) == 3
+    assert len(found.runs[0].epochs) == 9
+
+
+def test_a_run_without_a_finished_block(tmp_path):
+    write_run(tmp_path / "r", done=False)
+    for path in (tmp_path / "r" / "blocks").iterdir():
+        path.unlink()
+    (tmp_path / "r" / "metrics.jsonl").unlink()
+    assert gather(tmp_path / "r").entries == []
+
+
+def test_older_runs_have_no_scores_and_no_images(tmp_path):
+    write_run(tmp_path / "r", extras=False)
+    assert all(e.scores is None and not e.examples for e in gather(tmp_path / "r").entries)
+
+
+def test_sweeps_and_folders_of_runs(tmp_path):
+    over = {"method": ["splora", "fine-pruning"], "seed": [0, 1, 2]}
+    for method in over["method"]:
+        for seed in over["seed"]:
+            write_run(tmp_path / "s" / f"method={method},seed={seed}", method=method, seed=seed)
+    found = gather(tmp_path / "s")
+    assert found.kind == "folder of runs"
+    (tmp_path / "s" / "sweep.yaml").write_text(yaml.safe_dump({"base": {"data": "digits"}, "over": over}))
+    (tmp_path / "s" / "sweep.json").write_text(
+        json.dumps({"failed": {"method=lora": "out of memory"}, "rows": []})
+    )
+    found = gather(tmp_path / "s")
+    assert (found.kind, len(found.runs), found.failed) == ("sweep", 6, {"method=lora": "out of memory"})
+    assert list(found.varied) == ["method"]
+    (facet,) = facets(found)
+    assert [s.label for s in facet.series] == ["SPLoRA", "fine-pruning"]
+    assert [[len(p) for p in s.points] for s in facet.series] == [[3, 3, 3], [3, 3, 3]]
+
+
+def test_data_side_by_side(tmp_path):
+    for data in ("digits", "cifar10"):
+        for method in ("splora", "lora"):
+            write_run(tmp_path / "runs" / f"{data}-{method}", method=method, data=data)
+    found = gather(tmp_path)
+    assert [(f.title, [s.label for s in f.series]) for f in facets(found)] == [
+        ("cifar10", ["SPLoRA", "LoRA"]),
+        ("digits", ["SPLoRA", "LoRA"]),
+    ]
+
+
+def test_a_store_and_a_bad_file_in_it(tmp_path):
+    store = sp.Store(tmp_path)
+    for place, density in enumerate(DENSITIES):
+        provenance = {"data": "birds", "method": "splora", "seed": 1}
+        store.add(task(place, f"birds-{100 * density:g}", metrics={"accuracy": 0.9}, provenance=provenance))
+    store.add(task(0, "other", metrics={}))
+    (tmp_path / "broken.task.safetensors").write_bytes(b"rubbish")
+    found = gather(tmp_path)
+    assert found.kind == "store"
+    assert set(found.failed) == {"broken"}
+    assert sorted((run.name, len(run.entries)) for run in found.runs) == [("birds seed 1", 3), ("other", 1)]
+    assert [e.target for e in found.entries][:3] == [1.0, 0.5, 0.25]
+    sizes = {e.name: e.number("bytes") for e in found.entries}
+    assert sizes["other"] == store.path("other").stat().st_size
+    assert all(e.number("latency_ms") is None for e in found.entries)
+
+
+def test_one_bad_task_of_a_run_is_listed(tmp_path):
+    write_run(tmp_path / "r")
+    path = tmp_path / "r" / "tasks" / "birds-50.task.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    found = gather(tmp_path / "r")
+    assert [e.name for e in found.entries] == ["birds-100", "birds-25"]
+    assert list(found.failed) == ["r/birds-50"]
+
+
+def _block(folder, **changes):
+    path = folder / "blocks" / "01.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+BREAK = {
+    "no JSON": lambda f: (f / "blocks" / "01.json").write_text('{"row": {'),
+    "no row": lambda f: (f / "blocks" / "01.json").write_text("[]"),
+    "confusion": lambda f: _block(f, confusion={"test": [[1, 2], [3]]}),
+    "counts": lambda f: _block(f, confusion={"test": [["<b>"] * 3] * 3}),
+    "scores": lambda f: (f / "blocks" / "01.scores.json").write_text('{"edges": [1, 0], "streams": {}}'),
+    "metrics": lambda f: (f / "metrics.jsonl").write_text("nothing\n{}\n"),
+    "sheet": lambda f: (f / "blocks" / "01.png").write_bytes(b"GIF89a"),
+    "pixels": lambda f: (f / "blocks" / "01.png").write_bytes((f / "blocks" / "01.png").read_bytes()[:60]),
+    "labels": lambda f: _block(
+        f, examples={"side": 8, "columns": 4, "items": [{"label": 99, "guess": 0, "confidence": 1}]}
+    ),
+    "settings": lambda f: (f / "run.yaml").write_text("rank: [1, 2"),
+}
+
+
+@pytest.mark.parametrize("what", BREAK)
+def test_what_is_broken_is_said(what, tmp_path):
+    write_run(tmp_path / "r")
+    BREAK[what](tmp_path / "r")
+    with pytest.raises(RunError) as error:
+        gather(tmp_path / "r")
+    assert error.value.code == "folder"
+
+
+def test_other_folders_are_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(RunError, match="expected") as error:
+            gather(path)
+        assert error.value.code == "folder"
+
+
+def test_counts_that_are_no_numbers_are_not_known():
+    assert [reading.number(v) for v in (1, 0.5, None, float("nan"), float("inf"), True, "3")] == [
+        1,
+        0.5,
+        *[None] * 5,
+    ]
+    assert reading.number(np.float64(2.0)) == 2.0

@@ -1,0 +1,129 @@
+"""The page as text: its policy, its escapes, the same bytes each time."""
+
+import base64
+import hashlib
+import html
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from reported import HOSTILE, write_run
+
+from spalier.reporting.page import escaped_json, resource
+from spalier.reporting.write import report
+
+
+class Parts(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.styles, self.scripts, self.inside, self.policy = [], [], [], None, None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+        self.inside = (tag, dict(attributes)) if tag in ("style", "script") else None
+        if tag == "meta" and dict(attributes).get("http-equiv") == "Content-Security-Policy":
+            self.policy = dict(attributes)["content"]
+
+    def handle_data(self, data):
+        if self.inside and self.inside[0] == "style":
+            self.styles.append(data)
+        elif self.inside:
+            self.scripts.append((self.inside[1], data))
+
+    def handle_endtag(self, tag):
+        self.inside = None
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page") / "run"
+    write_run(folder, classes=HOSTILE, data="folder:/x/<img src=x onerror=alert(9)>")
+    return report(folder).read_text("utf-8"), folder
+
+
+def test_the_policy_allows_this_style_and_this_script_alone(hostile):
+    parts = Parts(hostile[0])
+    (style,) = parts.styles
+    ((_, script),) = (s for s in parts.scripts if s[0].get("type") != "application/json")
+    hashes = [base64.b64encode(hashlib.sha256(t.encode()).digest()).decode() for t in (style, script)]
+    assert parts.policy == (
+        f"default-src 'none'; img-src data:; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    assert script == resource("page.js")
+
+
+def test_names_of_strangers_open_no_element(hostile):
+    parts = Parts(hostile[0])
+    kinds = {tag for tag, _ in parts.found}
+    assert not kinds & {"img", "iframe", "object", "embed", "link", "base", "form"}
+    for tag, attributes in parts.found:
+        assert not any(name.startswith("on") or name == "style" for name in attributes), (tag, attributes)
+        for name in ("src", "href", "action"):
+            assert attributes.get(name, "data:image/png;base64,").startswith("data:image/png;base64,")
+    assert len([t for t, _ in parts.found if t == "script"]) == 2
+
+
+def test_all_classes_are_shown_as_text(hostile):
+    text = html.unescape(hostile[0])
+    for name in HOSTILE[:2] + HOSTILE[3:6] + HOSTILE[7:9]:
+        assert f"<bdi>{name}</bdi>" in text, name
+    assert "\u202e" not in hostile[0]
+    assert "49" not in re.findall(r"tick\$\{alert\(3\)\} (\S+)", text)
+
+
+def test_the_data_are_json_that_cannot_break_out(hostile):
+    (text,) = (data for given, data in Parts(hostile[0]).scripts if given.get("type") == "application/json")
+    assert not set(text) & set("<>&\u2028\u2029")
+    found = json.loads(text)
+    assert [task["key"] for task in found["tasks"]] == ["run/birds-100", "run/birds-50", "run/birds-25"]
+    assert escaped_json({"a": "</script>&\u2028"}) == '{"a":"\\u003c/script\\u003e\\u0026\\u2028"}'
+
+
+def test_the_same_folder_gives_the_same_bytes(hostile, tmp_path):
+    text, folder = hostile
+    assert report(folder, tmp_path / "again.html").read_text("utf-8") == text
+
+
+def test_nothing_is_loaded(hostile):
+    for word in (
+        "http://",
+        "https://",
+        "//cdn",
+        "@import",
+        "url(",
+        "fetch(",
+        "XMLHttpRequest",
+        "innerHTML",
+        "eval(",
+    ):
+        found = [m.start() for m in re.finditer(re.escape(word), hostile[0])]
+        allowed = hostile[0].count('xmlns="http://www.w3.org/2000/svg"') if word == "http://" else 0
+        assert len(found) == allowed, word
+
+
+def test_a_run_without_a_block_has_a_page(tmp_path):
+    write_run(tmp_path / "r", done=False)
+    for path in (tmp_path / "r" / "blocks").iterdir():
+        path.unlink()
+    text = report(tmp_path / "r").read_text("utf-8")
+    assert "No task is done yet" in text
+    assert "still in progress" in text
+    assert 'id="learning"' in text  # its epochs are there already
+
+
+def test_what_is_not_known_is_said(tmp_path):
+    import spalier as sp
+
+    store = sp.Store(tmp_path)
+    from reported import task
+
+    store.add(task(0, "a", metrics={"accuracy": 0.5}))
+    (tmp_path / "bad.task.safetensors").write_bytes(b"<script>alert(1)</script>")
+    text = report(tmp_path).read_text("utf-8")
+    assert "Latency was not measured" in text
+    assert "Left out" in text
+    assert ">bad<" in text
+    assert resource("page.js").count("\n") < 400
