@@ -1,4 +1,6 @@
-"""What ``import spalier`` costs beyond ``import torch``: fresh interpreters, taking turns.
+"""What Spalier's adapters cost to import beyond ``import torch``, and what the command line's help takes.
+
+Fresh interpreters, taking turns.
 
 python3 dev.py bench-import
 """
@@ -16,20 +18,28 @@ REPEATS = 15
 RESULTS = Path(__file__).parent / "results" / "import_time.json"
 
 
-def seconds(module: str) -> float:
+CODE = {
+    "torch": "import torch",
+    "spalier": "import spalier as sp; sp.attach_, sp.SPLoRA, sp.fuse, sp.count, sp.models",
+    "help": "from spalier.cli.main import main; main(['--help'])",
+}
+
+
+def seconds(code: str) -> float:
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start
 
 
 def main() -> None:
-    times: dict[str, list[float]] = {"torch": [], "spalier": []}
+    times: dict[str, list[float]] = {name: [] for name in CODE}
     for _ in range(REPEATS):
-        for module, found in times.items():
-            found.append(round(seconds(module), 4))
-    extra = statistics.median(b - a for a, b in zip(*times.values(), strict=True))
-    base = statistics.median(times["torch"])
-    print(f"import torch: {base:.2f} s; import spalier: {extra:+.2f} s (medians of {REPEATS} turns)")
+        for name, code in CODE.items():
+            times[name].append(round(seconds(code), 4))
+    extra = statistics.median(b - a for a, b in zip(times["torch"], times["spalier"], strict=True))
+    base, shown = (statistics.median(times[name]) for name in ("torch", "help"))
+    print(f"import torch: {base:.2f} s; spalier's adapters: {extra:+.2f} s (medians of {REPEATS} turns)")
+    print(f"spalier --help: {shown:.2f} s")
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps({"seconds": times, "extra": round(extra, 4)}, indent=1) + "\n")
 

@@ -21,16 +21,6 @@ import spalier
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PAGES = [
-    "index.md",
-    "tutorial.md",
-    "faq.md",
-    *sorted(f"howto/{path.name}" for path in (DOCS / "howto").glob("*.md")),
-]
-"""Pages whose Python runs here, each in order; that of the guides runs in tests of their own."""
-QUIET = [  # raised inside of libraries that the pages show, by their own code
-    "ignore:.*`isinstance.treespec, LeafSpec.` is deprecated",
-]
 
 
 def text(page: str) -> str:
@@ -39,25 +29,6 @@ def text(page: str) -> str:
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text(page), re.DOTALL | re.MULTILINE)
-
-
-@pytest.mark.filterwarnings(*QUIET)
-@pytest.mark.parametrize("page", PAGES)
-def test_code_in_the_pages_runs(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    found = blocks(page, "python")
-    assert found
-    names: dict[str, object] = {}
-    for block in found:  # each goes on where the one before it ended
-        exec(compile(block, page, "exec"), names)
-
-
-@pytest.mark.parametrize("page", [*PAGES, "cli.md"])
-def test_commands_are_ours_where_they_can_run_and_marked_where_they_cannot(page):
-    for block in blocks(page, "sh"):
-        assert all(line.startswith("spalier ") for line in block.splitlines()), block
-    for block in blocks(page, "console"):
-        assert block.startswith("$ "), block
 
 
 @pytest.fixture(scope="module")

@@ -52,6 +52,22 @@ def surface() -> str:
     return "\n".join(lines) + "\n"
 
 
+def page() -> str:
+    """The help of every command, as docs/cli.md shows it."""
+    lines = []
+    for name, command in LEAVES.items():
+        context = click.Context(
+            command, info_name=name, max_content_width=110, terminal_width=110, show_default=True
+        )
+        lines += [f"### `{name}`", "", "```text", command.get_help(context), "```", ""]
+    return "\n".join(lines)
+
+
+def test_the_page_shows_the_help_of_every_command():
+    text = (ROOT / "docs/cli.md").read_text()
+    assert text.partition("<!-- commands -->\n\n")[2].partition("\n<!-- /commands -->")[0] == page()
+
+
 def test_the_options_are_the_golden_ones():
     """Write them anew with ``python tests/cli/test_command_line.py`` when a change is meant."""
     assert surface() == GOLDEN.read_text()
@@ -289,3 +305,7 @@ def test_without_click_there_is_a_message(tmp_path):
 
 if __name__ == "__main__":
     GOLDEN.write_text(surface())
+    CLI = ROOT / "docs/cli.md"
+    before, _, rest = CLI.read_text().partition("<!-- commands -->")
+    after = rest.partition("<!-- /commands -->")[2]
+    CLI.write_text(f"{before}<!-- commands -->\n\n{page()}\n<!-- /commands -->{after}")

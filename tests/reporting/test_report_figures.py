@@ -9,12 +9,14 @@ import statistics
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from reported import HOSTILE, write_run
 
 import spalier as sp
 from spalier.errors import ConfigError
-from spalier.reporting import write
+from spalier.reporting import leaves, write
 from spalier.reporting.figure import Figure, Line, Panel
 from spalier.reporting.gather import gather
 from spalier.reporting.plates import plates
@@ -254,3 +256,24 @@ def test_a_report_lands_where_it_is_asked_for(tmp_path):
     (tmp_path / "folder").mkdir()
     assert report(tmp_path / "r", tmp_path / "folder") == tmp_path / "folder" / "report.html"
     assert write.SCALE == 3
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=300), st.floats(5, 300), st.floats(3, 20))
+def test_every_channel_has_a_leaf_or_its_share_of_a_twig(lives, half, room):
+    found = leaves.paths(lives, 400, 50, half, room)
+    assert set(found) == set(lives)
+    numbers = {step: re.findall(r"M(-?[\d.]+) (-?[\d.]+)", d) for step, d in found.items()}
+    for step, places in numbers.items():
+        assert all(400 - half - 3 <= float(x) <= 400 + half + 3 for x, _ in places)
+        assert all(50 - room <= float(y) <= 50 + room for _, y in places)
+        if not leaves.is_twigs(len(lives), half):
+            assert len(places) == lives.count(step)
+    if leaves.is_twigs(len(lives), half):  # strokes for all that outlived a step lie on those for all before
+        assert all("q" not in d for d in found.values())
+
+
+def test_a_stroke_is_as_long_as_the_share_that_is_left():
+    lives = [3] * 4 + [1] * 4  # every second one goes left: two of each life
+    found = leaves.paths(lives, 100, 50, 3.0, 10)
+    lengths = {step: [float(v) for v in re.findall(r"v([\d.]+)", d)] for step, d in found.items()}
+    assert lengths == {1: [16.0, 16.0], 3: [8.0, 8.0]}

@@ -1,17 +1,24 @@
 """Folders become findings: what is read, what is told apart, what is refused."""
 
+import contextlib
 import json
 
 import numpy as np
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from reported import DENSITIES, task, tasks, write_run
+from running import quick
 
 import spalier as sp
-from spalier.errors import RunError
+from spalier.errors import RunError, SpalierError
 from spalier.reporting import reading, wall
 from spalier.reporting.gather import gather
+from spalier.reporting.page import page
+from spalier.reporting.plates import plates
 from spalier.reporting.series import facets
+from spalier.reporting.write import report
 
 
 def test_a_run_is_its_rows(tmp_path):
@@ -174,3 +181,59 @@ def test_counts_that_are_no_numbers_are_not_known():
         *[None] * 5,
     ]
     assert reading.number(np.float64(2.0)) == 2.0
+
+
+def test_a_real_run(tmp_path):
+    results = quick(limit=96, epochs=1, densities=(0.5,), validate_every=1).run(
+        tmp_path / "real", progress=False
+    )
+    found = gather(tmp_path / "real")
+    assert [e.number("test") for e in found.entries] == [row["test"] for row in results.rows]
+    assert [e.number("macs") for e in found.entries] == [row["macs"] for row in results.rows]
+    for entry, row in zip(found.entries, results.rows, strict=True):
+        kept = {layer.name: layer.left for layer in entry.layers}
+        assert sum(kept.values()) == round(row["channels"] * sum(layer.channels for layer in entry.layers))
+    last = found.entries[-1]
+    assert last.scores is not None
+    assert sum(map(sum, (c for pair in last.scores.streams.values() for c in pair))) > 0
+    assert len(last.examples) > 0
+    page = report(tmp_path / "real").read_text("utf-8")
+    assert 'id="wall"' in page
+    assert 'id="examples-digits-50"' in page
+
+
+JUNK = st.sampled_from(
+    [None, True, -1, 7, 1e300, "x", "</script>", [], {}, [None], {"a": 1}, "../../x", [[1]], "1e400"]
+)
+
+
+@pytest.fixture(scope="module")
+def mended(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fuzz") / "r"
+    write_run(folder, densities=(1.0, 0.5))
+    names = ("blocks/00.json", "blocks/01.json", "blocks/01.scores.json")
+    return folder, {name: (folder / name).read_text() for name in names}
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.sampled_from(["blocks/00.json", "blocks/01.json", "blocks/01.scores.json"]), st.data())
+def test_whatever_a_file_says_there_is_a_page_or_an_error_of_ours(mended, name, data):
+    folder, texts = mended
+    value = json.loads(texts[name])
+    node, key = value, None
+    for _ in range(data.draw(st.integers(1, 4))):
+        keys = (
+            list(node) if isinstance(node, dict) else list(range(len(node))) if isinstance(node, list) else []
+        )
+        if not keys:
+            break
+        key = data.draw(st.sampled_from(keys))
+        parent, node = node, node[key]
+    parent[key] = data.draw(JUNK)
+    (folder / name).write_text(json.dumps(value).replace('"1e400"', "1e400"))
+    try:
+        with contextlib.suppress(SpalierError):
+            found = gather(folder)
+            assert page(found, plates(found)).endswith("</html>")
+    finally:
+        (folder / name).write_text(texts[name])

@@ -3,10 +3,12 @@
 import base64
 import hashlib
 import html
+import itertools
 import json
 import re
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 from reported import HOSTILE, write_run
 
@@ -127,3 +129,42 @@ def test_what_is_not_known_is_said(tmp_path):
     assert "Left out" in text
     assert ">bad<" in text
     assert resource("page.js").count("\n") < 400
+
+
+VISIONS = {  # Machado, Oliveira and Fernandes, 2009, of linear RGB; severity 1
+    "all": np.eye(3),
+    "no red": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "no green": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.01182, 0.04294, 0.968881],
+    ],
+}
+
+
+@pytest.mark.parametrize("side", ["light", "dark"])
+@pytest.mark.parametrize("vision", VISIONS)
+def test_colours_are_told_apart_by_everyone(side, vision):
+    light, _, dark = resource("page.css").partition("@media")
+    found = dict(re.findall(r"(--s\d):#(\w{6})", light if side == "light" else dark.partition("@media")[0]))
+    assert len(found) == 8
+    seen = [lab(np.clip(np.array(VISIONS[vision]) @ linear(colour), 0, 1)) for colour in found.values()]
+    for a, b in itertools.combinations(seen, 2):
+        assert np.linalg.norm(a - b) > 12
+
+
+def linear(colour):
+    parts = np.array([int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4)])
+    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb):
+    """CIE Lab of linear sRGB."""
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    xyz = np.array(to_xyz) @ rgb / [0.9505, 1, 1.089]
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])

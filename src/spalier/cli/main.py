@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 import click
 
@@ -75,6 +76,10 @@ def cli(state: State, debug: bool, quiet: bool, log: str | None) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry a command out; its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(
+            str(Path.cwd())
+        )  # module:function may be here, and is never found before what is installed
     with State(given) as state:
         try:
             code = cli.main(given, prog_name="spalier", standalone_mode=False, obj=state)

@@ -17,7 +17,7 @@ from spalier.reporting.naming import clean, varied
 from spalier.runs.config import Settings
 from spalier.tasks.store import Store
 from spalier.tasks.task import Task
-from spalier.tasks.text import SUFFIX
+from spalier.tasks.text import SUFFIX, check_name
 
 _SHARES = ("channels", "weights", "macs")
 _MEASURED = ("test", "validation", *_SHARES, "learned", "bytes", "latency_ms", "seconds")
@@ -53,7 +53,10 @@ def _sweep(folder: Path) -> Findings:
     failed: dict[str, str] = {}
     if (folder / "sweep.json").exists():
         said = reading.json_of(folder / "sweep.json", "the rows of a sweep")
-        failed = {clean(str(name)): clean(str(why)) for name, why in dict(said.get("failed", {})).items()}
+        told = said.get("failed", {}) if isinstance(said, dict) else None
+        if not isinstance(told, dict):
+            raise reading.wrong(folder / "sweep.json", "does not say what failed", "the rows of a sweep")
+        failed = {clean(str(name)): clean(str(why)) for name, why in told.items()}
     runs = sorted(path.parent for path in folder.glob("*/run.yaml"))
     return _findings("sweep", folder, runs, failed)
 
@@ -88,9 +91,8 @@ def _run(folder: Path, name: str, settings: Mapping[str, Any], failed: dict[str,
     entries = []
     for number, block in reading.blocks(folder):
         row = block["row"]
-        path = folder / "tasks" / f"{row.get('task')}{SUFFIX}"
         try:
-            task = Task.load(path)
+            task = Task.load(folder / "tasks" / f"{check_name(row.get('task'))}{SUFFIX}")
         except TaskFileError as error:
             failed[clean(f"{name}/{row.get('task')}")] = str(error)
             continue

@@ -22,6 +22,7 @@ from spalier.tasks.task import Task
 
 MAX_SHEET = 1 << 24
 MAX_SIDE = 512
+MAX_PIXELS = 1 << 24
 MAX_TEXT = 1 << 28
 
 
@@ -62,10 +63,19 @@ def blocks(folder: Path) -> list[tuple[int, dict[str, Any]]]:
     for path in sorted((folder / "blocks").glob("*.json")):
         if path.stem.isdigit():  # NN.scores.json lie beside them
             block = json_of(path, "what is known of a block")
-            if not isinstance(block, dict) or not isinstance(block.get("row"), dict):
-                raise wrong(path, "has no row", "what is known of a block")
+            _check_block(path, block)
             found.append((int(path.stem), block))
     return found
+
+
+def _check_block(path: Path, block: Any) -> None:
+    expected = "a row, names of classes and their confusion"
+    if not isinstance(block, dict) or not isinstance(block.get("row"), dict):
+        raise wrong(path, "has no row", expected)
+    kinds = {"classes": list, "confusion": dict, "examples": dict}
+    for name, kind in kinds.items():
+        if block.get(name) is not None and not isinstance(block[name], kind):
+            raise wrong(path, f"has {name} of another kind", expected)
 
 
 def epochs(folder: Path) -> list[Epoch]:
@@ -81,7 +91,7 @@ def epochs(folder: Path) -> list[Epoch]:
             if entry["kind"] == "epoch":
                 values = number(entry["loss"]), share(entry["validation"])
                 found.append(Epoch(int(entry["block"]), int(entry["step"]), *values))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise wrong(path, f"has a bad line, number {place + 1}", "metrics of a run") from error
     return found
 
@@ -123,7 +133,7 @@ def scores(folder: Path, block: int) -> Scores | None:
         if sizes - {len(edges) + 1} or len(edges) < 2 or not rising:
             raise ValueError
         return Scores(clean(str(found["criterion"])), int(found["samples"]), edges, streams)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise wrong(path, "has other fields", "counts of scores between rising edges") from error
 
 
@@ -135,7 +145,7 @@ def examples(folder: Path, number: int, block: dict[str, Any]) -> list[Example]:
     try:
         side, columns, items = int(said["side"]), int(said["columns"]), list(said["items"])
         told = [(int(i["label"]), int(i["guess"]), float(i["confidence"])) for i in items]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise wrong(path.with_suffix(".json"), "has other examples", "their labels and guesses") from error
     classes = range(len(block.get("classes") or []))
     if any(label not in classes or guess not in classes or not 0 <= sure <= 1 for label, guess, sure in told):
@@ -155,7 +165,8 @@ def _tiles(path: Path, side: int, columns: int, count: int) -> list[bytes]:
     expected = f"a PNG with {count} tiles of {side} pixels in rows of {columns}"
     raw = path.read_bytes() if path.stat().st_size <= MAX_SHEET else b""
     whole = (side * columns, side * math.ceil(count / max(columns, 1)))
-    if not 0 < side <= MAX_SIDE or not 0 < columns <= MAX_SIDE or _size(raw) != whole:
+    is_large = not 0 < side <= MAX_SIDE or not 0 < columns <= MAX_SIDE or math.prod(whole) > MAX_PIXELS
+    if is_large or _size(raw) != whole:
         raise wrong(path, "is no sheet of these examples", expected)
     try:
         with Image.open(io.BytesIO(raw), formats=["PNG"]) as image:

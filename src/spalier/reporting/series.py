@@ -68,7 +68,7 @@ def facets(findings: Findings) -> list[Facet]:
     split = tasks if tasks and len(tasks) < len(varied) else []
     while True:
         inside = [name for name in varied if name not in split]
-        found = _split(sorted(findings.entries, key=_rank), split, inside)
+        found = _split(sorted(findings.entries, key=method_rank), split, inside)
         if not inside or max((len(labels) for labels in found.values()), default=0) <= MOST:
             break
         split.append(inside[0])
@@ -91,7 +91,7 @@ def _split(
     return found
 
 
-def _rank(entry: Entry) -> int:
+def method_rank(entry: Entry) -> int:
     """Adapters before the baseline."""
     method = entry.settings.get("method")
     return _METHODS.index(method) if method in _METHODS else len(_METHODS)

@@ -14,6 +14,8 @@ from spalier.reporting.naming import breadth, clean, fitted, fitted_end
 from spalier.reporting.scales import spread_out
 
 GAP = 28.0
+MARGIN = 12
+"""Around a figure that is a file of its own."""
 _LABEL = 13.0  # pixels between two labels, one above the other
 
 
@@ -73,17 +75,18 @@ def _rows(panels: Sequence[Panel], columns: int) -> list[list[Panel]]:
 
 
 def _document(figure: Figure, width: float, height: float, body: str, style: str, suffix: str) -> str:
-    label, inside = esc(f"{figure.title}. {figure.caption}"), ""
-    if style:
-        own = f'width="{width:.0f}" height="{height:.0f}"'
-        inside = f"<title>{esc(figure.title)}</title><desc>{esc(figure.caption)}</desc><style>{style}</style>"
-        inside += '<rect class="paper" width="100%" height="100%"/>'
-    else:
-        own = f'class="drawn{suffix}" role="group" aria-label="{label}"'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {own} viewBox="0 0 {width:.0f} {height:.0f}">'
-        f"{inside}{body}</svg>"
-    )
+    begin = '<svg xmlns="http://www.w3.org/2000/svg"'
+    if not style:
+        label = esc(f"{figure.title}. {figure.caption}")
+        own = (
+            f'class="drawn{suffix}" role="group" aria-label="{label}" viewBox="0 0 {width:.0f} {height:.0f}"'
+        )
+        return f"{begin} {own}>{body}</svg>"
+    wide, tall = width + 2 * MARGIN, height + 2 * MARGIN
+    own = f'width="{wide:.0f}" height="{tall:.0f}" viewBox="{-MARGIN} {-MARGIN} {wide:.0f} {tall:.0f}"'
+    said = f"<title>{esc(figure.title)}</title><desc>{esc(figure.caption)}</desc><style>{style}</style>"
+    paper = f'<rect class="paper" x="{-MARGIN}" y="{-MARGIN}" width="{wide:.0f}" height="{tall:.0f}"/>'
+    return f"{begin} {own}>{said}{paper}{body}</svg>"
 
 
 def _key(figure: Figure) -> str:
@@ -111,7 +114,7 @@ def _frame(panel: Panel, left: float, top: float, width: float) -> Frame:
     labels = [m.label for m in panel.marks if isinstance(m, Line) and m.label] + [panel.right]
     beside = max(breadth(text) for text in labels)
     end = left + width - (min(beside + 16, 0.32 * width) if beside else 8)
-    over = 8.0 + (20 if panel.title else 0) + (18 if panel.y.label else 0)
+    over = 8.0 + (20 if panel.title else 0) + (22 if panel.y.label else 0)
     over += 13 if any(isinstance(m, Rule) and m.label for m in panel.marks) else 0
     height = panel.height or end - begin
     return Frame(panel, begin, top + over, end, top + over + height, left, left + width)
@@ -125,7 +128,7 @@ def _panel(frame: Frame) -> str:
 
 
 def _heading(frame: Frame) -> Iterator[str]:
-    panel, at = frame.panel, frame.top - 8
+    panel, at = frame.panel, frame.top - 12
     start = frame.start
     if any(isinstance(m, Rule) and m.label for m in panel.marks):
         at -= 13

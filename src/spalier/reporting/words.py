@@ -8,7 +8,7 @@ from typing import Any
 
 from spalier.reporting.model import MEASURES, Entry, Findings
 from spalier.reporting.naming import data_name, density, percent, short, size
-from spalier.reporting.series import method_name
+from spalier.reporting.series import method_name, method_rank
 
 _SETTINGS = (
     *(
@@ -93,8 +93,10 @@ def _best(findings: Findings) -> Iterator[tuple[str, str]]:
     if not known:
         return
     most, best = max(known, key=lambda k: k[0])
-    yield f"best {MEASURES[measure]}, {best.name}", percent(most)
-    close = [(m, e) for seen, e in known if seen >= most - NEARLY and (m := e.number("macs")) and m < 1]
+    several = len(findings.runs) > 1
+    yield f"best {MEASURES[measure]}, {best.key if several else best.name}", percent(most)
+    near = [e for seen, e in known if seen >= most - NEARLY and e.run == best.run]
+    close = [(macs, e) for e in near if (macs := e.number("macs")) and macs < 1]
     if close:
         macs, least = min(close, key=lambda c: c[0])
         yield f"of the MACs for at most {100 * NEARLY:g} points less, {least.name}", percent(macs)
@@ -106,14 +108,16 @@ NEARLY = 0.02
 
 def start(findings: Findings) -> int:
     """The task that is shown first: the smallest of those that are nearly as good as the best."""
-    known = [(e.number(findings.measure), i, e) for i, e in enumerate(findings.entries)]
-    best = max((seen for seen, _, _ in known if seen is not None), default=None)
-    if best is None:
-        return 0
-    close = [
-        (e.number("macs") or 1.0, i) for seen, i, e in known if seen is not None and seen >= best - 2 * NEARLY
+    first = min(findings.entries, key=method_rank, default=None)
+    known = [
+        (seen, e.number("macs") or 1.0, place)
+        for place, e in enumerate(findings.entries)
+        if (seen := e.number(findings.measure)) is not None and first is not None and e.run == first.run
     ]
-    return min(close)[1]
+    best = max((seen for seen, _, _ in known), default=0.0)
+    return min(((macs, place) for seen, macs, place in known if seen >= best - 2 * NEARLY), default=(1.0, 0))[
+        1
+    ]
 
 
 def facts(entry: Entry) -> list[tuple[str, str]]:

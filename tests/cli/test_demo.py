@@ -1,0 +1,101 @@
+"""The demo, once, as it is: what it prints is what lies in its folder."""
+
+import io
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from spalier.cli.main import main
+from spalier.demo import BATCH, DENSITIES, METHODS, TASKS
+from spalier.models import read_weights
+from spalier.networks import open_network
+from spalier.tasks.store import Store
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("demo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        assert main(["-q", "demo"]) == 0
+    return place / "spalier-demo"
+
+
+@pytest.fixture
+def again(folder, spalier, monkeypatch):
+    """The demo goes on where it was: all is learned, so it only measures."""
+    monkeypatch.chdir(folder.parent)
+    called = spalier("demo", "--json")
+    assert called.code == 0
+    return called.json
+
+
+def test_every_figure_is_one_that_was_measured(folder, again):
+    assert len(again["rows"]) == len(TASKS) * len(METHODS) * (1 + len(DENSITIES))
+    known = {
+        (row["learned"], row["bytes"]): row
+        for results in (folder / "runs").glob("*/results.json")
+        for row in json.loads(results.read_text())["rows"]
+    }
+    for row in again["rows"]:
+        wanted = known[row["learned"], row["bytes"]]
+        assert row["accuracy"] == wanted["test"]
+        assert row["macs"] == wanted["macs"]
+        assert row["channels"] == wanted["channels"]
+        assert min(row["latency_ms"], row["switch_ms"], row["speed_up"]) > 0
+    sizes = {path.stat().st_size for path in (folder / "tasks").glob("*.safetensors")}
+    assert {row["bytes"] for row in again["rows"]} <= {size + d for size in sizes for d in range(-40, 41)}
+    assert again["base"]["bytes"] == (folder / "base.safetensors").stat().st_size
+
+
+def test_what_was_learned_is_worth_something(again):
+    assert again["base"]["accuracy"] > 0.9
+    assert min(row["accuracy"] for row in again["rows"] if row["channels"] == 1) > 0.8
+    for row in again["rows"]:
+        chance = {"0 to 9": 0.1}.get(row["task"], 1 / 3)
+        assert row["accuracy"] > 1.5 * chance
+    splora = [row["learned"] for row in again["rows"] if row["method"] == "splora"]
+    fine = [row["learned"] for row in again["rows"] if row["method"] == "fine-pruning"]
+    assert all(own < other for own, other in zip(splora, fine, strict=True))
+
+
+def test_all_tasks_are_for_the_one_base(folder):
+    base = open_network("resnet8", classes=4, weights=folder / "base.safetensors", width=48)
+    assert all(entry.is_sound for entry in Store(folder / "tasks").verify(base))
+    assert all(
+        bool(torch.isfinite(value).all()) for value in read_weights(folder / "base.safetensors").values()
+    )
+
+
+def test_the_report_is_there_and_the_next_commands_work(folder, spalier, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    called = spalier("demo")
+    assert "report: spalier-demo/report.html" in called.out
+    assert Path("spalier-demo/report.html").read_text().startswith("<!doctype html>")
+    assert f"ms for {BATCH}" in called.out
+    following = re.findall(r"^  (spalier .*)$", called.out, re.MULTILINE)
+    assert len(following) == 4
+    monkeypatch.setattr("sys.stdin", io.StringIO("456-splora-30\n"))
+    for line in following[:2]:
+        assert spalier(*shlex.split(line)[1:]).code == 0, line
+    bench = shlex.split(following[2].replace("eager,onnxruntime", "eager"))[1:]
+    assert spalier(*bench, "--rounds", "6", "--batch", "1").code == 0
+    assert following[3].startswith("spalier train --data digits")
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path, spalier):
+    (tmp_path / "thesis.tex").write_text("x")
+    called = spalier("demo", "--folder", tmp_path)
+    assert called.code == 1
+    assert "something else" in called.err
+    assert [path.name for path in tmp_path.iterdir() if path.name != "state"] == ["thesis.tex"]
+
+
+def test_dev_py_runs_the_same():
+    assert '[["-m", "spalier", "demo"]]' in (ROOT / "dev.py").read_text()

@@ -1,0 +1,105 @@
+"""README and docs are executed: every Python block and every command, in the order of the page, in an empty folder."""
+
+import io
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+from fake_hub import FakeHub
+
+ROOT = Path(__file__).resolve().parents[1]
+ELSEWHERE = {"docs/data.md": "tests/data", "docs/integrations.md": "tests/integrations"}
+"""Pages whose Python needs data of its own, and runs in tests there."""
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    if re.search(r"^```(python|sh)$", path.read_text("utf-8"), re.MULTILINE)
+)
+DEMO = ("spalier demo", "python3 dev.py demo")
+"""A minute each time: tests/test_demo.py runs it once, and says that dev.py runs the same."""
+ONLY_ELSEWHERE = {
+    r"pip install '?(spalier|\.)(\[[a-z,]+\])?'?": "an installation; the extras are looked up",
+    r"torchrun .*train\.py": "real torchrun with two processes is in tests/runs/test_processes.py",
+    r"accelerate launch .*train\.py": "so is accelerate",
+    r"cat train\.py": "a file of the reader's",
+    r"(import|sp\.).*": "which is shown",
+    r"spalier train --network hf:google/\S+ .*": "downloads from the hub",
+    r"spalier train .*--weights resnet50\.pth .*": "weights that the reader downloads",
+    r'python -c "import torchvision as tv; .*"': "where they are",
+    r"RAY_ADDRESS=auto spalier sweep .*--place ray": "a cluster; a local Ray is in tests/runs/test_sweep.py",
+    r"python3 dev\.py [a-z-]+": "looked up in dev.py",
+}
+"""Commands of ```console blocks, and why they are not run here."""
+QUIET = ["ignore:.*`isinstance.treespec, LeafSpec.` is deprecated"]  # by a library that a page shows
+
+
+def blocks(page):
+    """Pairs of a language and what its block holds."""
+    text = (ROOT / page).read_text("utf-8")
+    return re.findall(r"^```(python|sh|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """The hub that commands talk to."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    with FakeHub() as served:
+        for name, value in {
+            "ENDPOINT": served.address,
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_DISABLE_TELEMETRY": True,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_CACHE": str(tmp_path / "home" / "hub"),
+            "HUGGINGFACE_CO_URL_TEMPLATE": served.address + "/{repo_id}/resolve/{revision}/{filename}",
+        }.items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", "hf_secretsecretsecretsecret")
+        yield served
+
+
+@pytest.mark.filterwarnings(*QUIET)
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_does_what_it_says(page, tmp_path, monkeypatch, hub):
+    folder = tmp_path / "page"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    names: dict[str, object] = {}
+    for language, block in blocks(page):  # each goes on where the one before it ended
+        if language == "python" and page not in ELSEWHERE:
+            exec(compile(block, page, "exec"), names)
+        elif language == "sh":
+            for line in block.splitlines():
+                run(line, monkeypatch)
+
+
+def run(line, monkeypatch):
+    """One command of a page, in this process."""
+    from spalier.cli.main import main
+
+    line = line.partition("  #")[0].strip()
+    if line in DEMO:
+        return
+    if re.fullmatch(r"python3 dev\.py ([a-z-]+)", line):
+        assert f'    "{line.split()[-1]}": (' in (ROOT / "dev.py").read_text()
+        return
+    program, *arguments = shlex.split(line)
+    assert program == "spalier", line
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(arguments) == 0, line
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_not_run_is_known(page):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for language, block in blocks(page):
+        if language != "console":
+            continue
+        for line in block.splitlines():
+            command = line.removeprefix("$ ").partition("  #")[0].strip()
+            assert any(re.fullmatch(known, command) for known in ONLY_ELSEWHERE), command
+            for named in re.findall(r"\[([a-z,]+)\]", command if command.startswith("pip") else ""):
+                assert set(named.split(",")) <= set(extras)
