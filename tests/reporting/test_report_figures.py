@@ -75,7 +75,7 @@ def test_confusion_and_classes_are_counted(tmp_path):
     told = {row[0]: row[2] for row in figures["classes-birds-100"].rows}
     assert told == {n: counts[i][i] / sum(counts[i]) for i, n in enumerate(names)}
     shares = [row[2] for row in figures["classes-birds-100"].rows]
-    assert shares == sorted(shares, reverse=True)
+    assert shares == sorted(shares)
     wrong = {(row[0], row[1]): row[2] for row in figures["confusion-birds-100"].rows}
     for i, a in enumerate(names):
         for j, b in enumerate(names):
@@ -175,6 +175,13 @@ def test_24_series_are_grouped(tmp_path):
     for panel in figure.panels:
         labels = [m.label for m in panel.marks if isinstance(m, Line)]
         assert len(set(labels)) == len(labels) == 12
+
+
+def test_ranks_are_in_order(tmp_path):
+    for rank in (16, 2, 8):
+        write_run(tmp_path / f"r{rank}", rank=rank, extras=False, densities=(1.0, 0.5))
+    figure = by_name(plates(gather(tmp_path)))["accuracy-learned"]
+    assert list(dict.fromkeys(row[0] for row in figure.rows)) == ["rank 2", "rank 8", "rank 16"]
 
 
 def test_a_thousand_classes_show_the_pairs_that_matter(tmp_path):

@@ -215,7 +215,7 @@ def mended(tmp_path_factory):
     return folder, {name: (folder / name).read_text() for name in names}
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(["blocks/00.json", "blocks/01.json", "blocks/01.scores.json"]), st.data())
 def test_whatever_a_file_says_there_is_a_page_or_an_error_of_ours(mended, name, data):
     folder, texts = mended

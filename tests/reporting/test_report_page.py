@@ -6,12 +6,14 @@ import html
 import itertools
 import json
 import re
+import sys
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 from reported import HOSTILE, write_run
 
+from spalier.errors import ConfigError
 from spalier.reporting.page import escaped_json, resource
 from spalier.reporting.write import report
 
@@ -129,6 +131,15 @@ def test_what_is_not_known_is_said(tmp_path):
     assert "Left out" in text
     assert ">bad<" in text
     assert resource("page.js").count("\n") < 400
+
+
+@pytest.mark.parametrize(("library", "words"), [("jinja2", "spalier[cli]"), ("PIL", "spalier[train]")])
+def test_a_missing_library_is_named(library, words, hostile, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ConfigError) as error:
+        report(hostile[1], tmp_path / "page.html")
+    assert f"pip install {words}" in str(error.value)
+    assert not (tmp_path / "page.html").exists()
 
 
 VISIONS = {  # Machado, Oliveira and Fernandes, 2009, of linear RGB; severity 1

@@ -19,7 +19,7 @@ _PAIRS = 25
 
 
 def per_class(entry: Entry, counts: Sequence[Sequence[int]], part: str, name: str) -> Figure:
-    """How often each class is told, the best first."""
+    """How often each class is told."""
     found = [(_share(row[i], sum(row)), sum(row), i) for i, row in enumerate(counts)]
     found.sort(key=lambda f: (-1.0 if f[0] is None else f[0], -f[2]))
     known = [f for f in found if f[0] is not None]
@@ -40,7 +40,8 @@ def per_class(entry: Entry, counts: Sequence[Sequence[int]], part: str, name: st
     more = len(known) - len(shown)
     caption = f"Shares of the {part} samples of each class."
     caption += f" The {len(shown)} worst of {len(known)} classes; the table has more." if more else ""
-    rows: list[list[Cell]] = [[entry.classes[i], total, share] for share, total, i in reversed(found)]
+    unknown = [f for f in found if f[0] is None]
+    rows: list[list[Cell]] = [[entry.classes[i], total, share] for share, total, i in [*known, *unknown]]
     columns = ["class", "samples", "told right"]
     return Figure(f"classes-{name}", "Classes", caption, [panel], columns, rows, "task", entry.key)
 

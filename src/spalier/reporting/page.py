@@ -24,8 +24,8 @@ from spalier.reporting.words import facts, lede, settings, start, title, totals
 
 NARROW, HALF, WALL, FULL = 344, 544, 640, 1120
 _FEW = 6
-MOST_ROWS = 1000
-"""How many rows of a table the page has; the CSV file has all."""
+MOST_ROWS = {"overview": 1000, "run": 1000, "task": 200, "files": 1000}
+"""How many rows of a table the page has, by where the figure is; the CSV file has all."""
 
 
 @cache
@@ -176,22 +176,22 @@ def _is_trio(overview: Sequence[Figure]) -> bool:
 
 def _drawn(figure: Figure, small: bool = False) -> Drawn:
     """A figure in the sizes that the page needs."""
-    is_wall = figure.name.startswith("wall")
+    is_wall, most = figure.name.startswith("wall"), MOST_ROWS[figure.place]
     if figure.place == "task" or small:
         svgs = [draw(figure, NARROW, suffix="-t")]
     else:
         wide = FULL if figure.wide else WALL if is_wall else HALF
         svgs = [draw(figure, wide, suffix="-w"), draw(figure, NARROW, suffix="-n")]
-    rows = [[_cell(c) for c in row] for row in figure.rows[:MOST_ROWS]]
+    rows = [[_cell(c) for c in row] for row in figure.rows[:most]]
     numeric = frozenset(
         i
         for i in range(len(figure.columns))
         if figure.rows and all(row[i] is None or isinstance(row[i], int | float) for row in figure.rows)
     )
     css = "wide" if figure.wide else "wall" if is_wall else "plate"
-    more = len(figure.rows) - MOST_ROWS
+    more = len(figure.rows) - most
     cut = (
-        f"The first {MOST_ROWS:,} of {len(figure.rows):,} rows; the CSV file of the figure has all."
+        f"The first {most:,} of {len(figure.rows):,} rows; the CSV file of the figure has all."
         if more > 0
         else ""
     )

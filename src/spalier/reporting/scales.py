@@ -101,7 +101,7 @@ def log_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Round numbers between two ends of a logarithmic axis: the finest set of digits that is not too many.
 
     >>> log_ticks(1, 1000), log_ticks(90, 700)
-    ([1.0, 10.0, 100.0, 1000.0], [100.0, 200.0, 500.0])
+    ([1.0, 10.0, 100.0, 1000.0], [100.0, 150.0, 200.0, 300.0, 500.0, 700.0])
     """
     best: list[float] = []
     for digits in _SETS:

@@ -64,11 +64,16 @@ def mean(entries: Sequence[Entry], name: str) -> Mean | None:
 def facets(findings: Findings) -> list[Facet]:
     """All tasks, as panels of series."""
     varied = list(findings.varied)
+
+    def order(entry: Entry) -> tuple[float, ...]:
+        given = (entry.settings.get(name) for name in varied)
+        return method_rank(entry), *(float(v) if isinstance(v, int | float) else 0.0 for v in given)
+
     tasks = [name for name in TASK_SETTINGS if name in varied]
     split = tasks if tasks and len(tasks) < len(varied) else []
     while True:
         inside = [name for name in varied if name not in split]
-        found = _split(sorted(findings.entries, key=method_rank), split, inside)
+        found = _split(sorted(findings.entries, key=order), split, inside)
         if not inside or max((len(labels) for labels in found.values()), default=0) <= MOST:
             break
         split.append(inside[0])
