@@ -106,6 +106,16 @@ DATA_LAYERS = [
     {"open"},
 ]
 INTEGRATIONS_LAYERS = [{"_stepping"}, {"lightning", "transformers"}]
+REPORTING_LAYERS = [
+    {"naming", "model", "leaves"},
+    {"scales", "reading", "series"},
+    {"figure", "gather", "words"},
+    {"svg", "accuracy", "wall", "classes", "examples", "scores", "learning", "sizes"},
+    {"details"},
+    {"plates"},
+    {"page"},
+    {"write"},
+]
 CLI_LAYERS = [
     {"state"},
     {"opening", "failing", "completing", "exporting", "demo"},
@@ -127,6 +137,7 @@ PACKAGES = {
     "benching": [{"intervals", "turns", "machine"}, {"backends", "results"}, {"measuring"}],
     "doctor": [{"probes", "catalogue"}, {"trials"}, {"examination"}],
     "cli": CLI_LAYERS,
+    "reporting": REPORTING_LAYERS,
 }
 
 

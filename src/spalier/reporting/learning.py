@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spalier.reporting.figure import Cell, Dot, Figure, Line, Mark, Panel, Rule
-from spalier.reporting.model import Epoch, Run
-from spalier.reporting.naming import density, percent
+from spalier.reporting.model import Run
+from spalier.reporting.naming import density
 from spalier.reporting.scales import Axis, linear
 
 
@@ -62,13 +62,3 @@ def _curve(
         for step, value, block in points
     ]
     return Panel(x, y, marks, height=200)
-
-
-def summary(epochs: Sequence[Epoch]) -> str:
-    """How much was learned, in words."""
-    if not epochs:
-        return "nothing logged"
-    best = max((e.validation for e in epochs if e.validation is not None), default=None)
-    return f"{len(epochs)} epochs, {max(e.step for e in epochs):,} steps" + (
-        f", validation up to {percent(best)}" if best else ""
-    )

@@ -154,15 +154,6 @@ def size(count: float | None) -> str:
     return f"{text}B" if " " in text else f"{text} B"
 
 
-def clipped(text: str, length: int) -> str:
-    """At most so many characters, with an ellipsis where some are missing.
-
-    >>> clipped("a long name", 6)
-    'a lon…'
-    """
-    return text if len(text) <= length else f"{text[: max(length - 1, 1)]}…"
-
-
 def clean(text: str) -> str:
     """Text of strangers as a page can show it: what cannot be seen, or turns a line around, becomes U+FFFD.
 

@@ -113,11 +113,6 @@ def method_name(entry: Entry) -> str:
     return clean(f"{name}-{rank}" if method in ("splora", "lora") and rank is not None else name)
 
 
-def series_name(findings: Findings, entry: Entry) -> str:
-    """What tells the entry's series from the others."""
-    return _label(entry, findings.varied) or method_name(entry)
-
-
 def _points(entries: Sequence[Entry]) -> list[list[Entry]]:
     by_target: dict[float, list[Entry]] = {}
     for entry in entries:

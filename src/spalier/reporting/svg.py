@@ -60,7 +60,7 @@ def draw(figure: Figure, width: float, *, style: str = "", suffix: str = "") -> 
         wide = width if row[0].span else each
         frames = [_frame(panel, i * (each + GAP), top, wide) for i, panel in enumerate(row)]
         pieces += [_panel(frame) for frame in frames]
-        top = max(frame.bottom + _below(frame.panel, each) for frame in frames) + 10
+        top = max(frame.bottom + _below(frame.panel) for frame in frames) + 10
     return _document(figure, width, top, "".join(pieces), style, suffix)
 
 
@@ -99,7 +99,7 @@ def _key(figure: Figure) -> str:
     return "".join(pieces)
 
 
-def _below(panel: Panel, width: float) -> float:
+def _below(panel: Panel) -> float:
     room = 10.0
     if panel.x.ticks:
         longest = max(breadth(text) for _, text in panel.x.ticks)
@@ -151,7 +151,7 @@ def _axes(frame: Frame) -> Iterator[str]:
     if panel.x.ticks:
         yield from _x_axis(frame)
     if panel.x.label:
-        below = frame.bottom + _below(panel, 0) - 8
+        below = frame.bottom + _below(panel) - 8
         yield text((frame.left + frame.right) / 2, below, panel.x.label, "name", "middle")
 
 

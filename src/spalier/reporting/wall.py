@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from spalier.reporting.figure import Branch, Cell, Figure, Line, Mark, Panel, Text
 from spalier.reporting.model import Entry, Run
-from spalier.reporting.naming import density, percent
+from spalier.reporting.naming import density
 from spalier.reporting.scales import Axis
 
 
@@ -26,44 +26,44 @@ def wall(run: Run, name: str) -> Figure | None:
     found = steps(run)
     if not found:
         return None
-    layers, last = found[0].layers, found[-1]
-    count = len(layers)
-    most = max(layer.channels for layer in layers)
-    marks: list[Mark] = []
-    lives = [life(found, i) for i in range(count)]
-    for place, layer in enumerate(layers):
-        left = last.layers[place].left
-        tip = f"{layer.name}\n{left} of {layer.channels} channels at density {density(last.target)}"
-        reach = math.sqrt(layer.channels / most)
-        marks.append(Branch(place, lives[place], len(found), layer.name, tip, reach))
-    marks.append(Line([(0, -0.7), (0, count - 0.5)], "trunk"))
-    for place, layer in enumerate(layers):
-        marks.append(
-            Text(1, place, f"{last.layers[place].left} / {layer.channels}", "count", "start", dx=8, dy=3.5)
-        )
-    pitch = min(max(440 / count, 13.0), 34.0)
+    layers, count = found[0].layers, len(found[0].layers)
     names = tuple((float(i), layer.name) for i, layer in enumerate(layers))
-    longest = max((f"{layer.channels} / {layer.channels}" for layer in layers), key=len)
     panel = Panel(
         Axis("input at the foot, head at the top", -1, 1),
         Axis("", -0.7, count - 0.4, names, grid=True),
-        marks,
-        f"density {density(last.target)}",
-        height=pitch * (count + 0.3),
-        right=longest,
+        [*_branches(found), Line([(0, -0.7), (0, count - 0.5)], "trunk"), *_counts(found[-1])],
+        f"density {density(found[-1].target)}",
+        height=min(max(440 / count, 13.0), 34.0) * (count + 0.3),
+        right=max((f"{layer.channels} / {layer.channels}" for layer in layers), key=len),
         left_size=10,
         ends=True,
-    )
-    caption = (
-        "Each branch is a layer, each leaf an output channel; where there is no room for leaves a stroke stands "
-        "for a few. Pale ones are cut, the palest first. Branches are as long as the square root of a layer's width. "
-        "Numbers are channels left."
     )
     columns = ["layer", "channels", *(f"left at {density(e.target)}" for e in found)]
     rows: list[list[Cell]] = [
         [layer.name, layer.channels, *(e.layers[i].left for e in found)] for i, layer in enumerate(layers)
     ]
-    return Figure(name, "The wall", caption, [panel], columns, rows, "run", run.name, wide=False)
+    return Figure(name, "The wall", _CAPTION, [panel], columns, rows, "run", run.name)
+
+
+_CAPTION = (
+    "Each branch is a layer, each leaf an output channel; where there is no room for leaves a stroke stands for a few. "
+    "Pale ones are cut, the palest first. Branches are as long as the square root of a layer's width. "
+    "Numbers are channels left."
+)
+
+
+def _branches(found: Sequence[Entry]) -> Iterator[Mark]:
+    last = found[-1]
+    most = max(layer.channels for layer in last.layers)
+    for place, layer in enumerate(last.layers):
+        tip = f"{layer.name}\n{layer.left} of {layer.channels} channels at density {density(last.target)}"
+        reach = math.sqrt(layer.channels / most)
+        yield Branch(place, life(found, place), len(found), layer.name, tip, reach)
+
+
+def _counts(entry: Entry) -> Iterator[Mark]:
+    for place, layer in enumerate(entry.layers):
+        yield Text(1, place, f"{layer.left} / {layer.channels}", "count", "start", dx=8, dy=3.5)
 
 
 def life(found: Sequence[Entry], layer: int) -> list[int]:
@@ -73,8 +73,3 @@ def life(found: Sequence[Entry], layer: int) -> list[int]:
     last = len(found) - 1 - np.argmax(kept[::-1], axis=0)
     lives: list[int] = np.where(ever, last + 1, 0).tolist()
     return lives
-
-
-def left(entry: Entry) -> str:
-    """How much of the network is there, in words."""
-    return f"{percent(entry.number('channels'))} of channels"

@@ -140,7 +140,7 @@ class RunFolder:
 
 def _foreign(folder: Path) -> bool:
     """True where a folder holds what no run that was killed at its beginning leaves."""
-    ours = {".lock", "tasks", "blocks", "run.yaml", "metrics.jsonl", "tracking"}
+    ours = {".lock", "tasks", "blocks", "run.yaml", "metrics.jsonl", "tracking", "report.html"}
     begun = (".spalier-", "checkpoint-")
     return any(entry.name not in ours and not entry.name.startswith(begun) for entry in folder.iterdir())
 
