@@ -33,8 +33,8 @@ _LAYOUT = (
     "channels-last layout (seen in 2.13). Runs avoid it; it is not tried here, since it corrupts memory."
 )
 _MISMATCH = (
-    "torchvision was built for another PyTorch: install matching versions of torch and torchvision from the same place, "
-    "or uninstall torchvision if nothing else needs it"
+    "torchvision was built for another PyTorch: install matching versions of torch and torchvision from the same "
+    "place, or uninstall torchvision if nothing else needs it"
 )
 
 
