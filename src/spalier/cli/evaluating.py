@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spalier._table import table
-from spalier.cli.opening import base_options, named, open_base, run_of, task_files
+from spalier.cli.opening import base_options, named, open_base, run_in, task_files
 from spalier.cli.state import State, examples, json_option, pass_state
+from spalier.errors import DataError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,10 +96,10 @@ def data_of(
     from spalier.data.open import open_data
 
     options: dict[str, Any] = {"validation": 0.1}
-    run = next((each for each in _runs(file, base)), None)
-    if data is None:
-        if run is None:
-            raise click.UsageError("--data is missing: which samples to look at, such as --data digits.")
+    run = run_in(file.resolve().parent.parent) or (run_in(Path(base)) if base else None)
+    if data is None and run is None:
+        raise click.UsageError("--data is missing: which samples to look at, such as --data digits.")
+    if run is not None and data in (None, run.data):  # the very parts that it was learned from
         data = run.data
         options |= {
             "folder": run.data_folder,
@@ -107,9 +108,10 @@ def data_of(
             "limit": run.limit,
         }
         options |= {"skip_bad": run.skip_bad, "cache": run.cache}
+    assert data is not None
     info = task.info()
     learned_at = info.preprocessing.get("size")
-    return open_data(
+    found = open_data(
         data,
         **{
             **options,
@@ -118,15 +120,12 @@ def data_of(
             "classes": tuple(info.classes) or None,
         },
     )
-
-
-def _runs(file: Path, base: str | None) -> list[Any]:
-    folders = [str(file.resolve().parent.parent), *([base] if base else [])]
-    found = []
-    for folder in folders:
-        with contextlib.suppress(Exception):
-            found.append(run_of(folder))
-    return [run for run in found if run is not None]
+    if info.classes and found.classes != tuple(info.classes):
+        raise DataError(
+            f"{data} gives the classes {', '.join(found.classes[:5])}..., and the task's outputs are "
+            f"{', '.join(info.classes[:5])}..., in another order; expected the data that it was learned from"
+        )
+    return found
 
 
 def accuracy_of(net: nn.Module, data: Data, part: str = "test") -> Evaluation:

@@ -112,16 +112,22 @@ def _beside(files: Sequence[Path]) -> str:
 
 
 def run_of(text: str) -> Settings | None:
-    """The settings of a run, where a text is its folder."""
-    if not (Path(text) / "run.yaml").is_file():
-        if Path(text).is_dir():
-            raise ConfigError(
-                f"{text} is a folder without a run in it (run.yaml); expected a run or a network's name"
-            )
+    """The settings of a run, where a text is its folder; None where it is a network's name."""
+    found = run_in(Path(text))
+    if found is None and Path(text).is_dir():
+        raise ConfigError(
+            f"{text} is a folder without a run in it (run.yaml); expected a run or a network's name"
+        )
+    return found
+
+
+def run_in(folder: Path) -> Settings | None:
+    """The settings of the run in a folder, if there is one."""
+    if not (folder / "run.yaml").is_file():
         return None
     from spalier.runs.config import Settings
 
-    return Settings.load(text)
+    return Settings.load(folder)
 
 
 def _classes_of(run: Path) -> int | None:
