@@ -185,6 +185,7 @@ def test_errors_as_json(spalier, own_logs):
 def test_a_traceback_only_with_debug(spalier):
     assert "Traceback" not in spalier("trace", "resnet19", "--shape", "3,8,8").err
     assert "Traceback" in spalier("--debug", "trace", "resnet19", "--shape", "3,8,8").err
+    assert "Traceback" in spalier("trace", "resnet19", "--shape", "3,8,8", "--debug").err
 
 
 def test_a_defect_is_said_to_be_one(spalier, monkeypatch):

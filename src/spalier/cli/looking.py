@@ -70,6 +70,6 @@ def doctor(state: State, thorough: bool) -> int:
     """Tell what is installed and what works, by trying it. The exit code is 3 where something needed does not work."""
     from spalier.doctor import examine
 
-    found = examine(quick=not thorough)
+    found = examine(quick=not thorough, progress=lambda entry: state.note(f"{entry.name}: {entry.state}"))
     state.show(found, found.to_dict())
     return 0 if found.is_sound else 3

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # module:function may be here, and is never found before what is installed
     with State(given) as state:
         try:
-            code = cli.main(given, prog_name="spalier", standalone_mode=False, obj=state)
+            code = cli.main(_globals_first(given), prog_name="spalier", standalone_mode=False, obj=state)
             sys.stdout.flush()
             return code if isinstance(code, int) else 0
         except click.UsageError as error:
@@ -97,3 +97,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return failed(error, error.code, state)
         except Exception as error:
             return failed(error, "unexpected", state)
+
+
+def _globals_first(given: list[str]) -> list[str]:
+    """The options of all commands may stand behind a command too.
+
+    >>> _globals_first(["train", "--debug", "--folder", "x", "--log", "f"])
+    ['--debug', '--log', 'f', 'train', '--folder', 'x']
+    """
+    front: list[str] = []
+    rest: list[str] = []
+    words = iter(given)
+    for word in words:
+        if word == "--":
+            rest += [word, *words]
+        elif word in ("--debug", "--quiet", "-q") or word.startswith("--log="):
+            front.append(word)
+        elif word == "--log":
+            front += [word, *([value] if (value := next(words, None)) is not None else [])]
+        else:
+            rest.append(word)
+    return front + rest
