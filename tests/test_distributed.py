@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from trained import EXAMPLE, DigitNet
 
 import spalier as sp
+from spalier.budget import latency
 from spalier.errors import PlanError
 
 
@@ -32,6 +33,10 @@ def part(rank):
     x, y = data()
     chosen = slice(0, 16) if rank == 0 else slice(16, 24)
     return list(zip(x[chosen].split(6), y[chosen].split(6), strict=True))
+
+
+def size(net):
+    return sum(parameter.numel() for parameter in net.parameters())
 
 
 def work(rank, port, results):
@@ -55,7 +60,9 @@ def work(rank, port, results):
             sp.select(net, sp.score(net, criterion=sp.criteria.Random(seed=rank)), channels=0.3)
         except PlanError as error:
             found["error"] = str(error)
-        found["latency"] = sp.select(net, sp.score(net, criterion="weight"), latency=1.0).keep
+        # a clock of each rank's own, so that they agree only if they listen to one
+        latency.seconds = lambda nets, example, rounds=9: [size(net) ** (1 + 0.2 * rank) for net in nets]
+        found["latency"] = sp.select(net, sp.score(net, criterion="weight"), latency=0.5).keep
         results[rank] = found
     finally:
         dist.destroy_process_group()

@@ -121,7 +121,7 @@ def test_a_library_wins_over_a_module_of_that_name(monkeypatch):
             "resnet19",
             r"no network 'resnet19'; did you mean .*resnet18.*\? Expected resnet8, .*module:function",
         ),
-        ("", "no network ''; Expected resnet18"),
+        ("", "no network ''; Expected resnet8"),
         ("torchvision:", "no network 'torchvision:'"),
         (":function", "no network ':function'"),
         ("folder/file.py:net", "no network 'folder/file.py:net'"),

@@ -56,15 +56,16 @@ def page() -> str:
     """The help of every command, as docs/cli.md shows it."""
     lines = []
     for name, command in LEAVES.items():
-        context = click.Context(
-            command, info_name=name, max_content_width=110, terminal_width=110, show_default=True
-        )
-        lines += [f"### `{name}`", "", "```text", command.get_help(context), "```", ""]
+        settings = {**cli.context_settings, "terminal_width": 110}
+        with click.Context(command, info_name=name, **settings) as context:
+            lines += [f"### `{name}`", "", "```text", command.get_help(context), "```", ""]
     return "\n".join(lines)
 
 
-def test_the_page_shows_the_help_of_every_command():
+def test_the_page_shows_the_help_of_every_command(spalier):
     text = (ROOT / "docs/cli.md").read_text()
+    assert "-h, --help" in spalier("train", "--help").out
+    assert text.count("-h, --help") == len(LEAVES)
     assert text.partition("<!-- commands -->\n\n")[2].partition("\n<!-- /commands -->")[0] == page()
 
 

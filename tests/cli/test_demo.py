@@ -79,14 +79,13 @@ def test_the_report_is_there_and_the_next_commands_work(folder, spalier, monkeyp
     assert "report: spalier-demo/report.html" in called.out
     assert Path("spalier-demo/report.html").read_text().startswith("<!doctype html>")
     assert f"ms for {BATCH}" in called.out
-    following = re.findall(r"^  (spalier .*)$", called.out, re.MULTILINE)
+    following = re.findall(r"^  (\S*spalier .*)$", called.out, re.MULTILINE)
     assert len(following) == 4
-    monkeypatch.setattr("sys.stdin", io.StringIO("456-splora-30\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("4to6-splora-30\n"))
     for line in following[:2]:
         assert spalier(*shlex.split(line)[1:]).code == 0, line
-    bench = shlex.split(following[2].replace("eager,onnxruntime", "eager"))[1:]
-    assert spalier(*bench, "--rounds", "6", "--batch", "1").code == 0
-    assert following[3].startswith("spalier train --data digits")
+    assert spalier(*shlex.split(following[2])[1:], "--rounds", "6", "--batch", "1").code == 0
+    assert " train --data digits" in following[3]
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path, spalier):

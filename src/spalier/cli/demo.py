@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import time
+from pathlib import Path
 
 import click
 
@@ -29,15 +33,22 @@ def demo(state: State, folder: str, seed: int) -> None:
     found = show(
         folder, seed=seed, say=lambda text: state.note(f"[{time.perf_counter() - start:3.0f} s] {text}")
     )
-    run = f"{folder}/runs/456-splora"
+    program = _program()
+    run = f"{folder}/runs/4to6-splora"
     following = "\n".join(
         [
             f"report: {found.report}   (open it in a browser; made in {found.seconds:.0f} s)",
             "next:",
-            f"  spalier task list {folder}/tasks",
-            f"  spalier switch {folder}/tasks --base {run} --data digits",
-            f"  spalier bench {run} {run} --backends eager,onnxruntime",
-            "  spalier train --data digits --network resnet8 --folder runs/digits",
+            f"  {program} task list {folder}/tasks",
+            f"  {program} switch {folder}/tasks --base {run} --data digits",
+            f"  {program} bench {run} {run} --backends eager",
+            f"  {program} train --data digits --network resnet8 --folder runs/digits",
         ]
     )
     state.show(f"\n{found}\n\n{following}", found.to_dict())
+
+
+def _program() -> str:
+    """How the command line is called from here: by its name, or by its path where that is not looked up."""
+    beside = Path(sys.executable).parent / "spalier"
+    return "spalier" if shutil.which("spalier") or not beside.exists() else os.path.relpath(beside)

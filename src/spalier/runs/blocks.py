@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from spalier.runs.config import METHODS, Settings
 from spalier.runs.evaluating import Evaluation
 from spalier.tasks.task import Task
 
-_REPEATS = 11
+_WARM_UP, _FEWEST, _MOST, _SECONDS = 3, 7, 40, 0.5
 
 
 @dataclass(frozen=True)
@@ -100,15 +99,17 @@ def described(block: Block, row: dict[str, Any], classes: Sequence[str]) -> dict
 
 @torch.no_grad()
 def latency_of(net: nn.Module, example: Tensor) -> float:
-    """Milliseconds that one sample takes: the median of a few, here and now."""
-    times = []
-    for _ in range(_REPEATS):
+    """Milliseconds that one sample takes, here and now: the lower quartile, which other work moves least."""
+    for _ in range(_WARM_UP):
+        net(example)
+    times: list[float] = []
+    while len(times) < _FEWEST or (len(times) < _MOST and sum(times) < _SECONDS):
         _wait(example)
         start = time.perf_counter()
         net(example)
         _wait(example)
         times.append(time.perf_counter() - start)
-    return round(1000 * median(times), 4)
+    return round(1000 * sorted(times)[len(times) // 4], 4)
 
 
 def _wait(example: Tensor) -> None:

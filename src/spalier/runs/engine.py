@@ -435,7 +435,12 @@ class Engine:
                 metrics=metrics,
                 classes=self.data.classes,
                 preprocessing=self.data.preprocessing,
-                provenance={"data": self.data.name, "method": self.config.method, "seed": self.config.seed},
+                provenance={
+                    "data": self.data.name,
+                    "run": self.config.name,
+                    "method": self.config.method,
+                    "seed": self.config.seed,
+                },
             )
         except (NonFiniteError, TaskFileError) as error:
             if error.code != "non-finite":

@@ -182,3 +182,12 @@ def differences(one: Any, other: Any, ignored: frozenset[str]) -> dict[str, tupl
         if f.name not in ignored
     }
     return {name: pair for name, pair in pairs.items() if _listed(pair[0]) != _listed(pair[1])}
+
+
+def in_words(different: Mapping[str, tuple[Any, Any]]) -> str:
+    """What differs, in a line.
+
+    >>> in_words({"rank": (8, 4), "seed": (0, 1)})
+    'rank was 8 and is 4, seed was 0 and is 1'
+    """
+    return ", ".join(f"{name} was {was!r} and is {now!r}" for name, (was, now) in different.items())

@@ -18,10 +18,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from spalier._table import table
 from spalier.errors import RunError, TaskFileError
 from spalier.runs.config import FREE, Settings
-from spalier.runs.fields import differences
+from spalier.runs.fields import differences, in_words
 from spalier.tasks import files
 
 try:
@@ -73,12 +72,10 @@ class RunFolder:
         begun = Settings.load(self.settings)
         different = differences(begun, config, FREE)
         if different:
-            rows = [[name, repr(was), repr(now)] for name, (was, now) in different.items()]
             raise RunError(
                 "changed",
-                f"the run in {str(self.path)!a} was begun with other settings:\n"
-                f"{table(['setting', 'was', 'is'], rows)}\n"
-                "go on with the settings it was begun with (TransferPruning.load), or use another folder",
+                f"the run in {str(self.path)!a} was begun with other settings: {in_words(different)}; go on with those "
+                "it was begun with (no settings on the command line, or TransferPruning.load), or use another folder",
             )
 
     @contextlib.contextmanager

@@ -62,7 +62,7 @@ def _counts(values: Any, edges: Any) -> list[int]:
 
 @torch.no_grad()
 def examples(net: nn.Module, part: Part, place: Any, batch: int) -> tuple[dict[str, Any], bytes] | None:
-    """A few samples that the network is surest of, told wrong and told right, with their images as one PNG.
+    """A few samples of each class that the network is surest of, wrong ones and right ones, their images as one PNG.
 
     None where samples are no images, or have no labels.
     """
@@ -74,15 +74,28 @@ def examples(net: nn.Module, part: Part, place: Any, batch: int) -> tuple[dict[s
         return None
     logits = torch.cat([logits_of(net(place(some))) for some in images.split(batch)]).float().cpu()
     sure, guess = logits.softmax(1).max(1)
-    order = torch.argsort(sure, descending=True, stable=True)
-    is_right = (guess == labels)[order]
-    chosen = torch.cat([order[~is_right][:_EACH], order[is_right][:_EACH]])
+    is_right = guess == labels
+    chosen = torch.tensor(
+        [*_surest(sure, labels, ~is_right), *_surest(sure, labels, is_right)], dtype=torch.long
+    )
     items = [
         {"label": int(labels[i]), "guess": int(guess[i]), "confidence": round(float(sure[i]), 4)}
         for i in chosen
     ]
     tiles, side = _tiles(images[chosen])
     return {"side": side, "columns": _EACH, "items": items}, _sheet(tiles, side)
+
+
+def _surest(sure: Tensor, labels: Tensor, among: Tensor) -> list[int]:
+    """The samples that the network is surest of, class by class in turns, so that all are seen."""
+    order = [int(i) for i in torch.argsort(sure, descending=True, stable=True) if among[i]]
+    turns: dict[int, int] = {}
+    rounds = []
+    for i in order:
+        turns[int(labels[i])] = turns.get(int(labels[i]), 0) + 1
+        rounds.append(turns[int(labels[i])])
+    ranked = sorted(zip(rounds, range(len(order)), order, strict=True))
+    return [i for _, _, i in ranked][:_EACH]
 
 
 def _tiles(images: Tensor) -> tuple[Tensor, int]:

@@ -26,7 +26,7 @@ from typing import Any, Literal
 from spalier._table import table
 from spalier.errors import ConfigError, RunError
 from spalier.runs.config import FREE
-from spalier.runs.fields import check_known, checked, differences, read
+from spalier.runs.fields import check_known, checked, differences, in_words, read
 from spalier.runs.folder import RunFolder, writing
 from spalier.runs.places import Job, Local, OnRay, Place, Report, carry_out
 from spalier.runs.results import Results, Row, rows_to_csv
@@ -162,11 +162,10 @@ class Sweep:
             for (_, was), (_, now) in zip(begun.runs(), self.runs(), strict=True):
                 different |= differences(was, now, FREE | set(self.over))
         if different:
-            rows = [[name, repr(was), repr(now)] for name, (was, now) in different.items()]
             raise RunError(
                 "changed",
-                f"the sweep in {str(folder)!a} was begun as another:\n{table(['setting', 'was', 'is'], rows)}\n"
-                "go on with the one it was begun as (Sweep.load), or use another folder",
+                f"the sweep in {str(folder)!a} was begun as another: {in_words(different)}; go on with the one it "
+                "was begun as (its sweep.yaml), or use another folder",
             )
 
 
