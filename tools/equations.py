@@ -139,6 +139,9 @@ class _Reader:
             return f'<mspace width="{SPACES[name]}"></mspace>'
         if name in LETTERS:
             return f"<mi>{LETTERS[name]}</mi>"
+        if name[1:] in ("vert", "Vert"):  # as high as what they enclose, on both sides
+            form = "prefix" if name[0] == "l" else "postfix"
+            return f'<mo form="{form}" fence="true" stretchy="true">{SIGNS[name]}</mo>'
         if name in SIGNS:
             return f"<mo>{SIGNS[name]}</mo>"
         raise ValueError(f"\\{name} is not known; add it to tools/equations.py")

@@ -1,5 +1,6 @@
 """The demo, once, as it is: what it prints is what lies in its folder."""
 
+import contextlib
 import io
 import json
 import re
@@ -19,49 +20,52 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("demo")
-    with pytest.MonkeyPatch.context() as patch:
+def made(tmp_path_factory):
+    """The folder, and what was said, as a program hears it."""
+    place, out = tmp_path_factory.mktemp("demo"), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         patch.chdir(place)
-        assert main(["-q", "demo"]) == 0
-    return place / "spalier-demo"
+        patch.setenv("XDG_STATE_HOME", str(place / "state"))
+        assert main(["-q", "demo", "--json"]) == 0
+    return place / "spalier-demo", json.loads(out.getvalue())
 
 
 @pytest.fixture
-def again(folder, spalier, monkeypatch):
-    """The demo goes on where it was: all is learned, so it only measures."""
-    monkeypatch.chdir(folder.parent)
-    called = spalier("demo", "--json")
-    assert called.code == 0
-    return called.json
+def folder(made):
+    return made[0]
 
 
-def test_every_figure_is_one_that_was_measured(folder, again):
-    assert len(again["rows"]) == len(TASKS) * len(METHODS) * (1 + len(DENSITIES))
+@pytest.fixture
+def said(made):
+    return made[1]
+
+
+def test_every_figure_is_one_that_was_measured(folder, said):
+    assert len(said["rows"]) == len(TASKS) * len(METHODS) * (1 + len(DENSITIES))
     known = {
         (row["learned"], row["bytes"]): row
         for results in (folder / "runs").glob("*/results.json")
         for row in json.loads(results.read_text())["rows"]
     }
-    for row in again["rows"]:
+    for row in said["rows"]:
         wanted = known[row["learned"], row["bytes"]]
         assert row["accuracy"] == wanted["test"]
         assert row["macs"] == wanted["macs"]
         assert row["channels"] == wanted["channels"]
         assert min(row["latency_ms"], row["switch_ms"], row["speed_up"]) > 0
     sizes = sorted(path.stat().st_size for path in (folder / "runs").glob("*/tasks/*.safetensors"))
-    assert sorted(row["bytes"] for row in again["rows"]) == sizes
-    assert again["base"]["bytes"] == (folder / "base.safetensors").stat().st_size
+    assert sorted(row["bytes"] for row in said["rows"]) == sizes
+    assert said["base"]["bytes"] == (folder / "base.safetensors").stat().st_size
 
 
-def test_what_was_learned_is_worth_something(again):
-    assert again["base"]["accuracy"] > 0.9
-    assert min(row["accuracy"] for row in again["rows"] if row["channels"] == 1) > 0.8
-    for row in again["rows"]:
+def test_what_was_learned_is_worth_something(said):
+    assert said["base"]["accuracy"] > 0.9
+    assert min(row["accuracy"] for row in said["rows"] if row["channels"] == 1) > 0.8
+    for row in said["rows"]:
         chance = {"0 to 9": 0.1}.get(row["task"], 1 / 3)
         assert row["accuracy"] > 1.5 * chance
-    splora = [row["learned"] for row in again["rows"] if row["method"] == "splora"]
-    fine = [row["learned"] for row in again["rows"] if row["method"] == "fine-pruning"]
+    splora = [row["learned"] for row in said["rows"] if row["method"] == "splora"]
+    fine = [row["learned"] for row in said["rows"] if row["method"] == "fine-pruning"]
     assert all(own < other for own, other in zip(splora, fine, strict=True))
 
 
@@ -75,7 +79,7 @@ def test_all_tasks_are_for_the_one_base(folder):
 
 def test_the_report_is_there_and_the_next_commands_work(folder, spalier, monkeypatch):
     monkeypatch.chdir(folder.parent)
-    called = spalier("demo")
+    called = spalier("demo")  # all is learned, so it only measures
     assert "report: spalier-demo/report.html" in called.out
     assert Path("spalier-demo/report.html").read_text().startswith("<!doctype html>")
     assert f"ms for {BATCH}" in called.out
