@@ -135,8 +135,15 @@ def _shown(place: Path, seed: int, say: Say) -> Demo:
 def _check(folder: Path) -> None:
     """The demo writes only where nothing else is."""
     ours = {"base", "base.safetensors", "runs", "tasks", "report.html"}
-    if folder.exists() and (not folder.is_dir() or {entry.name for entry in folder.iterdir()} - ours):
-        raise RunError("folder", f"{str(folder)!a} holds something else than a demo; pass another --folder")
+    if not folder.exists():
+        return
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else [folder.name]
+    others = [name for name in names if name not in ours and not name.startswith(".")]
+    if others or not folder.is_dir():
+        raise RunError(
+            "folder",
+            f"{str(folder)!a} holds something else than a demo ({others[0]!a}); pass another --folder",
+        )
 
 
 def _pretrained(folder: Path, seed: int) -> tuple[nn.Module, Results]:
@@ -169,7 +176,7 @@ def _learn(folder: Path, seed: int, say: Say) -> dict[tuple[str, Method], Result
                 method=method,
                 network=NETWORK,
                 network_options={"width": WIDTH},
-                weights=str(folder / "base.safetensors"),
+                weights=str((folder / "base.safetensors").absolute()),
                 data="digits",
                 classes=tuple(classes),
                 limit=600,

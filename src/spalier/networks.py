@@ -148,8 +148,10 @@ def _of_library(library: str, model: str, classes: int | None, options: dict[str
     except NetworkError as error:
         if error.__cause__ is None or isinstance(error.__cause__, ModuleNotFoundError):
             raise
-        module = import_module("torchvision.models" if library == "torchvision" else "timm")
-        known = module.list_models()
+        try:
+            known = import_module("torchvision.models" if library == "torchvision" else "timm").list_models()
+        except RuntimeError:  # the library itself does not load, as the error says
+            raise error from error.__cause__
         if model in known:
             raise
         raise NetworkError(f"{error}{_close(model, known)}".rstrip(";")) from error

@@ -126,6 +126,9 @@ def test_exit_codes_are_documented(spalier):
         (["train", "--folder", "new", "--set", "epochs=1", "--set", "epochs=2"], "epochs is set twice"),
         (["train", "--folder", "new", "--set", "epochs=[1"], "cannot be read"),
         (["report", "absent"], "'absent' does not exist"),
+        (["trace", "resnet8", "--shape", "3,8,8", "--option", "classes=3"], "there is --classes"),
+        (["demo", "--seed", "99999999999999999999999"], "is not in the range"),
+        (["bench", "resnet8", "t", "--threads", "100000"], "is not in the range"),
     ],
 )
 def test_wrong_usage(arguments, words, spalier, own_logs, tmp_path, monkeypatch):
@@ -155,10 +158,13 @@ def test_wrong_usage(arguments, words, spalier, own_logs, tmp_path, monkeypatch)
         (["report", "."], "expected"),
         (["eval", ".", "--base", "resnet8"], "no task files"),
         (["trace", ".", "--shape", "3,8,8"], "without a run in it"),
+        (["train", "empty.yaml", "--folder", "new"], "empty.yaml has no settings"),
+        (["sweep", "empty.yaml", "--over", "seed=0,1", "--folder", "new"], "empty.yaml has no settings"),
     ],
 )
 def test_errors_are_one_line_with_a_log(arguments, words, spalier, own_logs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Path("empty.yaml").write_text("# nothing yet\n")
     called = spalier(*arguments)
     if arguments[:2] == ["task", "list"]:  # an empty folder is an empty store
         assert called.code == 0
@@ -303,6 +309,90 @@ def test_without_click_there_is_a_message(tmp_path):
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert found.returncode == 1
     assert "pip install spalier[cli]" in found.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["task"]])
+def test_without_a_command_there_is_help(arguments, spalier):
+    called = spalier(*arguments)
+    assert called.code == 2
+    assert called.err.startswith("Usage: spalier")
+    assert called.err.count("\n") > 10
+
+
+@pytest.mark.parametrize("name", ["open_network", "interrupted"])
+def test_an_interruption_that_a_library_hides(name, spalier, monkeypatch):
+    """A Ctrl-C in the middle of an import may come out as anything."""
+
+    def half_imported(*_, **__):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise AttributeError("module 'sympy' has no attribute 'core'") from None
+
+    monkeypatch.setattr("spalier.networks.open_network", half_imported)
+    as_json = ["--json"] if name == "interrupted" else []
+    called = spalier("trace", "resnet8", "--shape", "3,8,8", *as_json)
+    assert called.code == 130
+    assert called.err == "interrupted\n"
+    if as_json:
+        assert called.json["error"]["code"] == "interrupted"
+
+
+def test_what_a_network_prints_is_no_part_of_the_document(spalier, tmp_path, monkeypatch):
+    (tmp_path / "talking.py").write_text(
+        "from spalier.models import resnet8\ndef make(classes=10):\n    print('hello')\n    return resnet8(classes)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    called = spalier("trace", "talking:make", "--shape", "3,8,8", "--json")
+    assert called.json["streams"]
+    assert "hello" in called.err
+
+
+def test_no_home_no_room_and_no_streams(tmp_path):
+    """Whatever is missing around it, an error is one line."""
+    code = (
+        "import os, sys, tempfile, pathlib, torch, spalier.networks\n"
+        "def none(*_): raise RuntimeError('no home')\n"
+        "def full(): raise FileNotFoundError('no usable temporary directory')\n"
+        "pathlib.Path.home, tempfile.gettempdir = none, full\n"
+        "from spalier.cli.main import main\n"
+        "code = main(['trace', 'resnet19', '--shape', '3,8,8'])\n"
+        "sys.stdin = sys.stdout = None\n"
+        "code += main(['--version'])\n"
+        "sys.exit(code)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "XDG_STATE_HOME"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    assert found.returncode == 1, found.stderr
+    assert found.stderr.strip().endswith("(no log could be written)")
+    assert found.stderr.count("\n") == 1
+
+
+def test_a_full_disk_behind_the_output(tmp_path):
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.run(
+            [sys.executable, "-m", "spalier", "completion", "fish"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert process.returncode == 1
+    assert "the output cannot be used: No space left on device" in process.stderr
+
+
+def test_memory_that_ran_out_is_no_defect(spalier, monkeypatch):
+    def large(*_, **__):
+        raise RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried 1 TB. frame #0: x frame #1: y"
+        )
+
+    monkeypatch.setattr("spalier.networks.open_network", large)
+    called = spalier("trace", "resnet8", "--shape", "3,8,8", "--json")
+    assert called.json["error"]["code"] == "memory"
+    assert "frame" not in called.err
 
 
 if __name__ == "__main__":

@@ -190,6 +190,39 @@ def test_choosing_a_point_shows_its_task(browser, pages):
         browser.execute_script("scrollTo(0, 0)")
 
 
+def test_points_that_lie_on_each_other_are_all_reached(browser, tmp_path):
+    for method in ("splora", "fine-pruning"):
+        write_run(tmp_path / method, method=method, extras=False, accuracies=[0.9, 0.8, 0.7])
+    url = report(tmp_path, tmp_path / "page.html").as_uri()
+    look(browser, url)
+    upper = point(browser, "splora/birds-50")
+    ActionChains(browser).move_to_element(upper).perform()
+    tip = browser.find_element(By.ID, "tip").text
+    seen = []
+    for _ in range(3):
+        browser.execute_script("scrollTo(0, 0)")
+        ActionChains(browser).move_to_element(upper).click().perform()
+        seen.append(browser.current_url.partition("#task=")[2])
+    assert "SPLoRA, density 50%" in tip
+    assert "fine-pruning, density 50%" in tip
+    assert len(set(seen[:2])) == 2
+    assert seen[2] == seen[0]
+
+
+def test_paper_has_panels_side_by_side(browser, pages):
+    """At the width of A4: panels of a wide figure, and figures that are not."""
+    boxes = """return [...document.querySelectorAll(arguments[0])].filter((n) => n.getClientRects().length)
+      .map((n) => [n.getBoundingClientRect().left, n.getBoundingClientRect().top])"""
+    for name, css in (("data", "#accuracy-learned > svg > g"), ("sweep", "#accuracy figure")):
+        look(browser, pages[name], 718, media="print")
+        found = browser.execute_script(boxes, css)
+        lefts = {round(left / 100) for left, _ in found}
+        assert len(found) == 3
+        assert len(lefts) > 1, (name, found)
+        assert browser.execute_script(WIDER) <= 0
+        assert browser.execute_script(OVERLAPS) == []
+
+
 def test_the_wall_is_cut_back_step_by_step(browser, pages):
     look(browser, f"{pages['run']}#task=run%2Fbirds-100")
     assert shown(browser) == ["birds-100"]

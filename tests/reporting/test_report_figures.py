@@ -3,6 +3,7 @@
 import csv
 import io
 import itertools
+import json
 import math
 import re
 import statistics
@@ -17,12 +18,15 @@ from reported import HOSTILE, write_run
 import spalier as sp
 from spalier.errors import ConfigError
 from spalier.reporting import leaves, write
-from spalier.reporting.figure import Figure, Line, Panel
+from spalier.reporting.figure import Dot, Figure, Line, Panel
 from spalier.reporting.gather import gather
+from spalier.reporting.model import Entry, Findings, Run
 from spalier.reporting.plates import plates
 from spalier.reporting.scales import Axis
+from spalier.reporting.sizes import _ticks, break_even
 from spalier.reporting.svg import draw
 from spalier.reporting.write import export, report, standalone
+from spalier.tasks.report import Report
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -66,8 +70,6 @@ def test_means_over_seeds(tmp_path):
 
 
 def test_confusion_and_classes_are_counted(tmp_path):
-    import json
-
     write_run(tmp_path / "r")
     counts = json.loads((tmp_path / "r/blocks/00.json").read_text())["confusion"]["test"]
     figures = by_name(plates(gather(tmp_path / "r")))
@@ -212,13 +214,100 @@ def test_one_task_alone(tmp_path):
     ElementTree.fromstring(draw(figures["accuracy-learned"], 344))
 
 
-def test_break_even_is_the_stores(tmp_path):
-    write_run(tmp_path / "r")
-    found = gather(tmp_path / "r")
-    figure = by_name(plates(found))["break-even"]
+def sized(target, file, network, base, method="splora", **more):
+    numbers = {"bytes": file, "network": network, "base": base}
+    said = {"method": method, "rank": 8}
+    return Entry(f"{method}{target}{file}", "t", "r", said, 0, target, numbers, architecture="a" * 64, **more)
+
+
+def test_break_even_is_counted_for_each_method_and_density():
+    entries = [
+        *(sized(1.0, 10, 1000, 1000), sized(0.5, 10, 60, 1000), sized(0.25, 10, 14, 1000)),
+        *(sized(0.25, 12, 14, 1000), sized(1.0, 1100, 1000, 1000, "fine-pruning")),
+    ]
+    findings = Findings("run", "r", [Run("r", entries)], {}, ["method"])
+    figure = break_even(findings, entries)
+    found = {(row[0], row[1]): (row[2], row[6]) for row in figure.rows}
+    count = lambda file, network: next(t for t in range(1, 9999) if 1000 + t * file < t * network)  # noqa: E731
+    assert found == {
+        ("SPLoRA", "100%"): (1, count(10, 1000)),
+        ("SPLoRA", "50%"): (1, count(10, 60)),
+        ("SPLoRA", "25%"): (2, count(11, 14)),
+        ("fine-pruning", "100%"): (1, "never"),
+    }
+    assert "Means over tasks and seeds of the same method and density" in figure.caption
+    assert "Never: fine-pruning at 100%." in figure.caption
+    assert [p.title for p in figure.panels] == ["by density", "SPLoRA at 25%", "fine-pruning at 100%: never"]
+    (line,) = (m for m in figure.panels[0].marks if isinstance(m, Line))
+    assert list(line.points) == [(1.0, count(10, 1000)), (0.5, count(10, 60)), (0.25, count(11, 14))]
+    ElementTree.fromstring(draw(figure, 700))
+
+
+def test_break_even_of_a_task_is_the_stores(tmp_path):
+    write_run(tmp_path / "r", extras=False)
     store = sp.Store(tmp_path / "r" / "tasks").report()
-    words = "however many" if store.break_even is None else f"from {store.break_even} tasks on"
-    assert words in figure.caption
+    figures = by_name(plates(gather(tmp_path / "r")))
+    alone = {c.name: Report(store.base, (c,)).break_even or "never" for c in store.costs}
+    assert {row[1]: row[5] for row in figures["files"].rows} == alone
+    assert [row[6] for row in figures["break-even"].rows] == [
+        alone[n] for n in ("birds-100", "birds-50", "birds-25")
+    ]
+
+
+@given(st.integers(1, 10**12))
+def test_ticks_of_tasks_are_few_and_whole(most):
+    found = _ticks(most)
+    assert found[0] == 0
+    assert found[-1] <= most
+    assert 2 <= len(found) <= 8
+
+
+def test_files_of_fine_pruning_hold_all_weights(tmp_path):
+    caption = lambda: by_name(plates(gather(tmp_path)))["files"].caption  # noqa: E731
+    write_run(tmp_path / "a", method="fine-pruning", extras=False)
+    assert caption() == "Bytes of each task's file: masks and all weights that are left."
+    write_run(tmp_path / "b", extras=False)
+    assert "masks, adapters, norms and head; those of fine-pruning hold masks and all weights" in caption()
+
+
+def test_latency_is_not_joined(run):
+    figures = by_name(run[1])
+    assert "<polyline" in draw(figures["accuracy-learned"], 544)
+    assert "<polyline" not in draw(figures["accuracy-latency"], 544)
+    assert "SPLoRA-8" in draw(figures["accuracy-latency"], 544)
+    assert "spalier bench" in figures["accuracy-latency"].caption
+
+
+def test_tips_of_means_are_means(tmp_path):
+    rows = [write_run(tmp_path / str(seed), seed=seed, extras=False) for seed in range(2)]
+    for seed, row in enumerate(rows):
+        path = tmp_path / str(seed) / "blocks" / "01.json"
+        said = json.loads(path.read_text())
+        said["row"] |= {"channels": (0.5, 0.7)[seed], "macs": (0.2, 0.3)[seed]}
+        path.write_text(json.dumps(said))
+        assert len(row) == 3
+    figure = by_name(plates(gather(tmp_path)))["accuracy-learned"]
+    (tip,) = (m.tip for m in figure.panels[0].marks if isinstance(m, Dot) and "density 50%" in m.tip)
+    assert "60.0% of channels" in tip
+    assert "25.0% of MACs" in tip
+
+
+def test_cells_are_no_formulas():
+    names = ["=1+1", "+1", "-1", "@x", "\tx", "\rx", "a=1", "'=1"]
+    figure = Figure("f", "t", "c", [], ["=name", "number"], [[name, -1.5] for name in names])
+    head, *back = csv.reader(io.StringIO(figure.to_csv(), newline=""))
+    assert head == ["'=name", "number"]
+    assert [row[0] for row in back] == [*(f"'{name}" for name in names[:5]), "'\ufffdx", *names[6:]]
+    assert {row[1] for row in back} == {"-1.5"}
+
+
+def test_panels_of_one_task_share_their_accuracies(tmp_path):
+    for method in ("splora", "lora"):
+        for rank in range(1, 14):
+            write_run(tmp_path / f"{method}{rank}", method=method, rank=rank, extras=False, densities=(1.0,))
+    panels = by_name(plates(gather(tmp_path)))["accuracy-learned"].panels
+    assert len(panels) > 1
+    assert len({(p.y.low, p.y.high) for p in panels}) == 1
 
 
 def test_hostile_names_are_text_in_drawings(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from running import quick
 import spalier as sp
 from spalier.errors import RunError, SpalierError
 from spalier.reporting import reading, wall
+from spalier.reporting.figure import Rule
 from spalier.reporting.gather import gather
+from spalier.reporting.learning import learning
 from spalier.reporting.page import page
 from spalier.reporting.plates import plates
 from spalier.reporting.series import facets
@@ -63,7 +66,7 @@ def test_a_run_in_progress_shows_what_is_done(tmp_path):
     with (tmp_path / "r" / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "epo')
     found = gather(tmp_path / "r")
-    assert found.runs[0].state == "in progress"
+    assert found.runs[0].state == "not finished"
     assert len(found.entries) == 3
     assert len(found.runs[0].epochs) == 9
 
@@ -142,6 +145,27 @@ def _block(folder, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def _row(folder, **changes):
+    path = folder / "blocks" / "01.json"
+    _block(folder, row={**json.loads(path.read_text())["row"], **changes})
+
+
+def _epochs(folder, **changes):
+    lines = [{"kind": "epoch", "block": 0, "step": 5, "loss": 1.0, "validation": None} | changes]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _folder_instead(path):
+    path.unlink()
+    path.mkdir()
+
+
+def _edge(folder):
+    path = folder / "blocks" / "01.scores.json"
+    said = json.loads(path.read_text())
+    path.write_text(json.dumps({**said, "edges": [*said["edges"][:-1], 1e308]}))
+
+
 BREAK = {
     "no JSON": lambda f: (f / "blocks" / "01.json").write_text('{"row": {'),
     "no row": lambda f: (f / "blocks" / "01.json").write_text("[]"),
@@ -155,6 +179,28 @@ BREAK = {
         f, examples={"side": 8, "columns": 4, "items": [{"label": 99, "guess": 0, "confidence": 1}]}
     ),
     "settings": lambda f: (f / "run.yaml").write_text("rank: [1, 2"),
+    "huge whole number": lambda f: _row(f, learned=10**400),
+    "huge number": lambda f: _row(f, learned=1e308, latency_ms=1e-300),
+    "tiny number": lambda f: _row(f, latency_ms=5e-324),
+    "negative amount": lambda f: _row(f, bytes=-5),
+    "no target": lambda f: _row(f, target=0),
+    "huge count": lambda f: _block(f, confusion={"test": [[10**400] * 3] * 3}),
+    "huge edge": _edge,
+    "huge loss": lambda f: _epochs(f, loss=-1e308),
+    "huge step": lambda f: _epochs(f, step=10**400),
+    "negative block": lambda f: _epochs(f, block=-7),
+    "metrics are a folder": lambda f: _folder_instead(f / "metrics.jsonl"),
+    "block is a folder": lambda f: _folder_instead(f / "blocks" / "01.json"),
+    "sheet is a folder": lambda f: _folder_instead(f / "blocks" / "01.png"),
+    "task twice": lambda f: _row(f, task="birds-100"),
+}
+FILES = {
+    **dict.fromkeys(("scores", "huge edge"), "01.scores.json"),
+    **dict.fromkeys(("sheet", "pixels", "sheet is a folder"), "01.png"),
+    **dict.fromkeys(
+        ("metrics", "huge loss", "huge step", "negative block", "metrics are a folder"), "metrics.jsonl"
+    ),
+    "settings": "run.yaml",
 }
 
 
@@ -165,6 +211,85 @@ def test_what_is_broken_is_said(what, tmp_path):
     with pytest.raises(RunError) as error:
         gather(tmp_path / "r")
     assert error.value.code == "folder"
+    assert FILES.get(what, "01.json") in str(error.value)
+
+
+def test_blocks_are_counted_in_numbers(tmp_path):
+    write_run(tmp_path / "r")
+    (tmp_path / "r" / "blocks" / "01.json").rename(tmp_path / "r" / "blocks" / "100.json")
+    (tmp_path / "r" / "blocks" / "\u00b2.json").write_text("{}")  # a digit, and no number
+    assert [number for number, _, _ in reading.blocks(tmp_path / "r")] == [0, 2, 100]
+
+
+def test_rules_keep_their_density_where_a_task_is_bad(tmp_path):
+    write_run(tmp_path / "r")
+    (tmp_path / "r" / "tasks" / "birds-50.task.safetensors").write_bytes(b"rubbish")
+    figure = learning(gather(tmp_path / "r").runs[0], "learning")
+    rules = [(m.x, m.label) for m in figure.panels[0].marks if isinstance(m, Rule)]
+    assert rules == [(30, "50%"), (60, "25%")]
+
+
+def points(found):
+    return {
+        (f.title, s.label): [[e.key for e in p] for p in s.points] for f in facets(found) for s in f.series
+    }
+
+
+def test_other_densities_are_no_seeds(tmp_path):
+    write_run(tmp_path / "a", densities=(1.0, 0.5), extras=False)
+    write_run(tmp_path / "b", densities=(1.0, 0.5, 0.25), seed=1, extras=False)
+    found = gather(tmp_path)
+    assert list(found.varied) == ["densities"]
+    assert [len(p) for each in points(found).values() for p in each] == [1] * 5
+    write_run(tmp_path / "c", densities=(1.0, 0.5), seed=1, extras=False)
+    assert sorted(len(p) for each in points(gather(tmp_path)).values() for p in each) == [1, 1, 1, 2, 2]
+
+
+def test_a_repeat_is_no_seed(tmp_path):
+    write_run(tmp_path / "a", extras=False, done=False)
+    (tmp_path / "a" / "blocks" / "02.json").unlink()
+    for name, seed in (("b", 0), ("c", 1)):
+        write_run(tmp_path / name, seed=seed, extras=False)
+    found = gather(tmp_path)
+    assert dict(found.repeats) == {"a": "b"}
+    assert [run.name for run in found.runs] == ["b", "c"]
+    ((first, *_),) = points(found).values()
+    assert first == ["b/birds-100", "c/birds-100"]
+    text = page(found, plates(found))
+    assert "<bdi>a</bdi> repeats <bdi>b</bdi>" in text
+
+
+def test_the_same_density_twice_is_no_seed(tmp_path):
+    write_run(tmp_path / "r", extras=False)
+    _row(tmp_path / "r", target=1.0)
+    assert [len(p) for each in points(gather(tmp_path / "r")).values() for p in each] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_store_has_a_panel_for_each_task_and_a_line_for_each_method(named, tmp_path):
+    store = sp.Store(tmp_path)
+    for classes in (("cat", "dog"), ("owl", "tit")):
+        for method in ("splora", "fine-pruning"):
+            for place, density in enumerate((100, 50)):
+                run = "-".join(classes)
+                said = {"data": "birds", "method": method, "seed": 0} | ({"run": run} if named else {})
+                name = f"{run}-{method}-{density}"
+                store.add(task(place, name, metrics={"accuracy": 0.9}, provenance=said, classes=classes))
+    found = facets(gather(tmp_path))
+    titles = ["cat-dog", "owl-tit"] if named else ["cat dog", "owl tit"]
+    assert [f.title for f in found] == titles
+    for facet in found:
+        assert [s.label for s in facet.series] == ["SPLoRA", "fine-pruning"]
+        assert [[len(p) for p in s.points] for s in facet.series] == [[1, 1], [1, 1]]
+
+
+def test_names_of_older_files_lose_their_method(tmp_path):
+    store = sp.Store(tmp_path)
+    for data in ("birds", "boats"):
+        for method in ("splora", "fine-pruning"):
+            said = {"data": "x", "method": method, "seed": 0}
+            store.add(task(0, f"{data}-{method}-100", metrics={"accuracy": 0.9}, provenance=said))
+    assert [(f.title, len(f.series)) for f in facets(gather(tmp_path))] == [("birds", 2), ("boats", 2)]
 
 
 def test_other_folders_are_refused(tmp_path):
@@ -175,12 +300,14 @@ def test_other_folders_are_refused(tmp_path):
 
 
 def test_counts_that_are_no_numbers_are_not_known():
-    assert [reading.number(v) for v in (1, 0.5, None, float("nan"), float("inf"), True, "3")] == [
-        1,
-        0.5,
-        *[None] * 5,
+    path = Path("x.json")
+    values = (1, 0.5, None, float("nan"), float("inf"), True, "3")
+    assert [reading.number(v, path) for v in values] == [1, 0.5, *[None] * 5]
+    assert reading.number(np.float64(2.0), path) == 2.0
+    assert [reading.share(v) for v in (0, 0.5, 1, 1.5, -1, None, True, 10**400, float("nan"))] == [
+        *(0, 0.5, 1),
+        *[None] * 6,
     ]
-    assert reading.number(np.float64(2.0)) == 2.0
 
 
 def test_a_real_run(tmp_path):

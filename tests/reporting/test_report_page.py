@@ -14,7 +14,9 @@ import pytest
 from reported import HOSTILE, write_run
 
 from spalier.errors import ConfigError
+from spalier.reporting.gather import gather
 from spalier.reporting.page import escaped_json, resource
+from spalier.reporting.words import totals
 from spalier.reporting.write import report
 
 
@@ -114,8 +116,46 @@ def test_a_run_without_a_block_has_a_page(tmp_path):
         path.unlink()
     text = report(tmp_path / "r").read_text("utf-8")
     assert "No task is done yet" in text
-    assert "still in progress" in text
+    assert "it is not finished" in text
     assert 'id="learning"' in text  # its epochs are there already
+
+
+def heads(path):
+    found = gather(path)
+    return dict(totals(found)), found
+
+
+def test_the_head_gives_means_at_the_ends_and_no_best(tmp_path):
+    for seed, accuracies in enumerate(([0.9, 0.95, 0.5], [0.8, 0.99, 0.7])):
+        write_run(tmp_path / f"{seed}", seed=seed, extras=False, accuracies=accuracies)
+        write_run(tmp_path / f"f{seed}", seed=seed, extras=False, method="fine-pruning", accuracies=[1.0] * 3)
+    found, _ = heads(tmp_path)
+    assert found["test accuracy at 100%, SPLoRA-8, mean of 2 seeds"] == "85.0%\u00a0±\u00a07.1"
+    assert found["test accuracy at 25%, SPLoRA-8, mean of 2 seeds"] == "60.0%\u00a0±\u00a014.1"
+    assert not any("best" in word for word in found)
+    assert not any("99" in value or "100.0" in value for value in found.values())
+
+
+def test_accuracies_of_several_tasks_have_no_head(tmp_path):
+    for data in ("digits", "cifar10"):
+        write_run(tmp_path / data, data=data, extras=False)
+    assert list(heads(tmp_path)[0]) == ["in 6 task files", "the base, in float32"]
+
+
+def test_words_are_plain(hostile):
+    text = html.unescape(re.sub(r"<script.*?</script>", "", hostile[0], flags=re.S))
+    for word in (
+        "told right",
+        "told wrong",
+        "taken for",
+        "such tasks",
+        "cut back so far",
+        "sure by",
+        "in progress",
+    ):
+        assert word not in text, word
+    for word in ("classified correctly", "classified wrongly", "predicted as", "confidence"):
+        assert word in text, word
 
 
 def test_what_is_not_known_is_said(tmp_path):

@@ -111,3 +111,36 @@ def test_samples_that_are_no_images_have_no_examples():
             return torch.zeros(4, 7), torch.zeros(4, dtype=torch.long)
 
     assert examples(nn.Linear(7, 2), Rows(), lambda x: x, 2) is None
+
+
+def test_classes_at_the_end_of_a_large_part_are_seen_too():
+    class Sorted:
+        """As folders of images are."""
+
+        labels = np.repeat(np.arange(3), 600)
+
+        def __len__(self):
+            return 1800
+
+        def fetch(self, indices, epoch):
+            assert len(indices) <= 64
+            return torch.rand(len(indices), 3, 4, 4), torch.from_numpy(self.labels[indices])
+
+    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
+    found, _ = examples(net.eval(), Sorted(), lambda x: x, 64)
+    assert {item["label"] for item in found["items"]} == {0, 1, 2}
+
+
+def test_free_writers_are_counted_one_by_one():
+    net = small()
+    sp.attach_(net, sp.SPLoRA(rank=1), head="fc", example=torch.zeros(2, 3, 8, 8))
+    scores = score(net, criterion="weight")
+    plan = sp.select(net, scores, channels=0.4, writers="free")
+    found = spread(scores, plan)["streams"]
+    assert {name: sum(counts["kept"]) for name, counts in found.items()} == {
+        name: len(plan.keep.get(name, range(sum(counts["kept"]) + sum(counts["removed"]))))
+        for name, counts in found.items()
+    }
+    shared = [layers for layers in scores.layers.values() if len(layers) > 1]
+    assert shared
+    assert all(layer in found for layers in shared for layer in layers)

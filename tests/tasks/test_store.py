@@ -131,6 +131,19 @@ def test_break_even_is_where_the_bytes_are(density, share):
         assert saves[0] == math.floor(1 / (density - share)) + 1
 
 
+def test_a_report_says_for_each_task_from_how_many_on_it_pays():
+    costs = [Cost("dense", 10, 1000), Cost("thin", 10, 20), Cost("whole", 30, 20)]
+    text = str(Report(1000, tuple(costs)))
+    rows = {line.split()[0]: line.split()[-1] for line in text.splitlines()}
+    for cost in costs:
+        saves = [t for t in range(1, 9999) if 1000 + t * cost.file < t * cost.network]
+        assert rows[cost.name] == (str(saves[0]) if saves else "never")
+    assert "a mix like these 3 tasks pays from 4 tasks on" in text
+    assert "a mix" not in str(Report(1000, tuple(costs[:1])))
+    assert "a mix like these 2 tasks never pays" in str(Report(1000, (costs[2],) * 2))
+    assert "a mix" not in str(Report(1000, ()))
+
+
 def test_tasks_of_several_bases_have_no_common_report(base, tmp_path):
     store = sp.Store(tmp_path)
     store.add(task_of(base, "a"))

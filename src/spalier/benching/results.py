@@ -13,8 +13,8 @@ from spalier.benching.intervals import CONFIDENCE, interval, quartiles
 BASE = "base"
 NOTHING = 0.02
 """A difference below two per cent is none, as for a budget of latency: it may come from where memory happens to lie."""
-WIDE = 1.25
-"""An interval that holds 1 and reaches beyond this says nothing: it may be much faster."""
+WIDE = 1.05
+"""An interval that holds 1 and reaches beyond this does not say that a network is no faster."""
 FIXED = 0.5
 """From which share on the time that does not grow with the batch is worth a word."""
 Verdict = Literal["faster", "no faster", "slower", "not settled", "not measured"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -17,7 +18,7 @@ from spalier.cli.state import State, examples, json_option, pass_state
 @click.option(
     "--folder", default="spalier-demo", type=click.Path(file_okay=False), help="Where everything goes."
 )
-@click.option("--seed", default=0, type=click.IntRange(0), help="Of everything random.")
+@click.option("--seed", default=0, type=click.IntRange(0, 2**63 - 1), help="Of everything random.")
 @json_option
 @pass_state
 def demo(state: State, folder: str, seed: int) -> None:
@@ -25,22 +26,23 @@ def demo(state: State, folder: str, seed: int) -> None:
 
     A small ResNet learns some of scikit-learn's digits and is frozen. Three further tasks are learned on it as SPLoRA
     task files at falling densities, next to fine-pruning; then the one base switches between them. Every number is
-    measured in this run.
+    measured here; a folder that holds a demo goes on with it, and what was learned there is not learned again.
     """
     from spalier.demo import demo as show
 
-    start = time.perf_counter()
+    start, before = time.perf_counter(), Path(folder, "runs").exists()
     found = show(
         folder, seed=seed, say=lambda text: state.note(f"[{time.perf_counter() - start:3.0f} s] {text}")
     )
-    program = _program()
-    run = f"{folder}/runs/4to6-splora"
+    program, place = _program(), shlex.quote(folder)
+    run = f"{place}/runs/4to6-splora"
+    told = "learned before, in this folder; measured again in" if before else "made in"
     following = "\n".join(
         [
-            f"report: {found.report}   (open it in a browser; made in {found.seconds:.0f} s)",
+            f"report: {found.report}   (open it in a browser; {told} {found.seconds:.0f} s)",
             "next:",
-            f"  {program} task list {folder}/tasks",
-            f"  {program} switch {folder}/tasks --base {run} --data digits",
+            f"  {program} task list {place}/tasks",
+            f"  {program} switch {place}/tasks --base {run} --data digits",
             f"  {program} bench {run} {run} --backends eager",
             f"  {program} train --data digits --network resnet8 --folder runs/digits",
         ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spalier._table import table
-from spalier.cli.opening import base_options, named, open_base, run_in, task_files
+from spalier.cli.opening import base_options, named, open_base, run_beside, run_in, task_files
 from spalier.cli.state import State, examples, json_option, pass_state
 from spalier.errors import DataError
 
@@ -54,10 +54,14 @@ def eval_(
 
     TASK is a task file, a folder of them, or a run. The classes of each task say which samples count.
     """
-    files = task_files(tasks)
-    net = open_base(base, files, **network)
+    files = list(dict.fromkeys(file.resolve() for file in task_files(tasks)))
+    bases: dict[str, nn.Module] = {}
     rows: list[dict[str, Any]] = []
     for (name, task), file in zip(named(files).items(), files, strict=True):
+        where = base or run_beside(file)
+        if where not in bases:
+            bases[where] = open_base(where, **network)
+        net = bases[where]
         samples = data_of(task, file, base, data=data, folder=data_folder, size=size)
         seen = accuracy_of(task.build(net), samples, part)
         rows.append(

@@ -37,6 +37,12 @@ def _export(
             raise NetworkError(
                 f"{runtime} is not installed ({error}); pip install {_PACKAGES[out.suffix]}"
             ) from error
+        except Exception as error:  # exporters raise kinds of their own for whatever a network does
+            words = " ".join(str(error).split())[:300]
+            raise NetworkError(
+                f"{runtime} cannot take the network with inputs of {tuple(example.shape)}: {words}; pass the --shape "
+                "that it was learned with, or another kind of file"
+            ) from error
         wanted = logits_of(net(example))
         difference = float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
         if not difference < _TOLERANCE:
@@ -49,13 +55,15 @@ def _export(
     return runtime, difference, len(data)
 
 
-_PACKAGES = {".onnx": "spalier[onnx] onnxruntime", ".pte": "executorch", ".pt2": "torch"}
+_PACKAGES = {".onnx": "spalier[onnx]", ".pte": "executorch", ".pt2": "torch"}
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without what exporters print of themselves."""
-    noisy = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "root", "torchao")]
+    noisy = [
+        logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "root", "torchao")
+    ]
     levels = [logger.level for logger in noisy]
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -22,30 +23,59 @@ _KEPT = 20
 
 def failed(error: Exception, code: str, state: State) -> int:
     """Say what went wrong; the exit code."""
-    message = " ".join(str(error).split()) or type(error).__name__
+    message = _one_line(error) or type(error).__name__
     if code == "unexpected":
-        message = (
-            f"{type(error).__name__}: {message}; this was not expected, so it may be a defect of Spalier or of code of "
-            "yours that it runs: see the log"
-        )
+        code, message = _explained(error, message)
     log = _written(error, state)
     where = "no log could be written" if log is None else f"log: {log}"
     if state.debug:
         traceback.print_exception(error)
-    if state.as_json:
-        click.echo(
-            json.dumps({"error": {"code": code, "message": message, "log": log and str(log)}}, indent=1)
-        )
+    _told(state, code, message, log)
     click.echo(f"spalier: {message} ({where})", err=True)
     return 1
+
+
+def _one_line(error: Exception) -> str:
+    """A message without line breaks, and without the frames that PyTorch's C++ adds to its own."""
+    words = " ".join(str(error).split())
+    return words.partition(" Exception raised from ")[0].partition(" frame #")[0]
+
+
+def _explained(error: Exception, message: str) -> tuple[str, str]:
+    """What no part of Spalier has foreseen, by its kind."""
+    if (
+        isinstance(error, MemoryError)
+        or "can't allocate memory" in message
+        or "out of memory" in message.lower()
+    ):
+        return "memory", f"memory ran out: {message[:200]}; ask for smaller inputs, batches or networks"
+    if isinstance(error, OSError) and error.strerror:
+        return "system", f"{error.filename or 'the output'} cannot be used: {error.strerror}"
+    return "unexpected", (
+        f"{type(error).__name__}: {message}; this was not expected, so it may be a defect of Spalier or of code of "
+        "yours that it runs: see the log"
+    )
+
+
+def _told(state: State, code: str, message: str, log: Path | None = None) -> None:
+    """An error as a document, where one was asked for."""
+    if state.as_json:
+        document = {"error": {"code": code, "message": message, "log": None if log is None else str(log)}}
+        click.echo(json.dumps(document, indent=1), file=state.out)
+
+
+def interrupted(state: State) -> int:
+    """Say so; the exit code."""
+    _told(state, "interrupted", "interrupted")
+    click.echo("interrupted", err=True)
+    return 130
 
 
 def misused(error: click.UsageError, state: State) -> int:
     """Say which argument is wrong, and where help is."""
     command = "spalier" if error.ctx is None else error.ctx.command_path
     message = " ".join(error.format_message().split())
-    if state.as_json:
-        click.echo(json.dumps({"error": {"code": "usage", "message": message, "log": None}}, indent=1))
+    _told(state, "usage", message)
     click.echo(f"spalier: {message} See '{command} --help'.", err=True)
     return 2
 
@@ -65,21 +95,23 @@ def _written(error: Exception, state: State) -> Path | None:
             "".join(traceback.format_exception(error)),
         ]
     )
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
-    for place in (folder(), Path(tempfile.gettempdir())):
+    name = f"spalier-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    for place in (folder, lambda: Path(tempfile.gettempdir())):
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            (place / f"spalier-{name}").write_text(text, "utf-8", errors="backslashreplace")
-        except OSError:
+            place().mkdir(parents=True, exist_ok=True)
+            (place() / name).write_text(text, "utf-8", errors="backslashreplace")
+        except (OSError, RuntimeError):  # no home, no room, no rights
             continue
-        _tidy_(place)
-        return place / f"spalier-{name}"
+        if place is folder:
+            _tidy_(place())
+        return place() / name
     return None
 
 
 def _tidy_(place: Path) -> None:
     for old in sorted(place.glob("spalier-*.log"))[:-_KEPT]:
-        old.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            old.unlink()
 
 
 def _torch() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 import click
 
 import spalier
-from spalier.cli.failing import failed, misused
+from spalier.cli.failing import failed, interrupted, misused
 from spalier.cli.state import State
 from spalier.errors import SpalierError
 
@@ -34,8 +35,9 @@ EXIT_CODES = {
     0: "done",
     1: "failed: one line says what, why and what to do, and names a log file",
     2: "wrong usage: a command, an option or a value that cannot be",
-    3: "done, and something did not pass: a task that is not sound, a run of a sweep",
-    130: "interrupted",
+    3: "done, and something did not pass: a task, a run of a sweep, what the doctor needs",
+    130: "interrupted; a run goes on when it is called again",
+    143: "ended by SIGTERM, as well",
 }
 
 
@@ -76,27 +78,37 @@ def cli(state: State, debug: bool, quiet: bool, log: str | None) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry a command out; its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(
-            str(Path.cwd())
-        )  # module:function may be here, and is never found before what is installed
-    with State(given) as state:
+    _open_streams_()
+    with contextlib.suppress(OSError):
+        here = str(Path.cwd())  # module:function may be here; it is never found before what is installed
+        if here not in sys.path:
+            sys.path.append(here)
+    with State(given) as state, state.interruptions():
         try:
             code = cli.main(_globals_first(given), prog_name="spalier", standalone_mode=False, obj=state)
-            sys.stdout.flush()
+            state.out.flush()
             return code if isinstance(code, int) else 0
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.ctx.get_help() if error.ctx else str(error), err=True)
+            return 2
         except click.UsageError as error:
             return misused(error, state)
         except (KeyboardInterrupt, click.Abort):
-            click.echo("interrupted", err=True)
-            return 130
+            return interrupted(state)
         except BrokenPipeError:  # whoever read has enough, as `head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         except SpalierError as error:
             return failed(error, error.code, state)
         except Exception as error:
-            return failed(error, "unexpected", state)
+            return interrupted(state) if state.interrupted else failed(error, "unexpected", state)
+
+
+def _open_streams_() -> None:
+    """A stream that was closed is an empty one."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115 - for good
 
 
 def _globals_first(given: list[str]) -> list[str]:

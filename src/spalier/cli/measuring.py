@@ -44,7 +44,7 @@ def _backends(ctx: click.Context, parameter: click.Parameter, value: str) -> tup
     "--backends", default=",".join(BACKENDS), callback=_backends, help="Some of eager,compiled,onnxruntime."
 )
 @click.option("--rounds", type=click.IntRange(6), default=15, help="How many turns each network has.")
-@click.option("--threads", type=click.IntRange(1), help="By default what PyTorch has.")
+@click.option("--threads", type=click.IntRange(1, 256), help="By default what PyTorch has.")
 @click.option("--fold", is_flag=True, help="Fold the tasks' batch norms.")
 @click.option("--shape", help="The shape of one input; by default the tasks' images.")
 @json_option

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 import click
 
-from spalier.errors import ConfigError, TaskFileError
+from spalier.errors import ConfigError, RunError, TaskFileError, WeightsError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,6 +76,13 @@ def open_base(
     config = run_of(found)
     if config is None:
         given = dict(map(_pair, options))
+        taken = sorted({"name", "classes", "weights", "seed"} & set(given))
+        if taken:
+            raise click.UsageError(
+                f"{taken[0]} is no option of a network; there is --{taken[0]}."
+                if taken[0] in ("classes", "weights")
+                else f"{taken[0]} is no option of a network."
+            )
         return open_network(found, classes=classes, weights=weights, **given)
     if options:
         raise click.UsageError(f"--option is for a network's name, and {found} is a run, which has options.")
@@ -82,6 +90,10 @@ def open_base(
         raise ConfigError(
             f"the run in {found} was given its network as an object ({config.network.partition(':')[2]}), which no "
             "file can name; pass --base module:function, and --weights"
+        )
+    if weights is None and config.weights is not None and not Path(config.weights).is_file():
+        raise WeightsError(
+            f"{found}/run.yaml names the weights {config.weights}, and there is no such file here; pass --weights"
         )
     return open_network(
         config.network,
@@ -92,23 +104,31 @@ def open_base(
     )
 
 
-def _beside(files: Sequence[Path]) -> str:
-    """The run in whose folder the tasks lie. Its file must not name code to run: it may come from elsewhere."""
-    folders = {file.resolve().parent.parent for file in files}
-    runs = [folder for folder in sorted(folders) if (folder / "run.yaml").is_file()]
-    if len(runs) != len(folders) or not runs:
+def run_beside(file: Path) -> str:
+    """The run in whose folder a task lies. Its file must not name code to run: it may come from elsewhere."""
+    folder = file.resolve().parent.parent
+    config = run_in(folder)
+    if config is None:
         raise click.UsageError(
             "--base is missing: the network that the tasks were learned on, or its run's folder."
         )
-    config = run_of(str(runs[0]))
-    assert config is not None
     library, colon, _ = config.network.partition(":")
     if colon and library not in ("torchvision", "timm", "hf", "given"):
         raise click.UsageError(
-            f"{runs[0]} says that its network is made by code ({config.network}); where you trust it, pass "
-            f"--base {runs[0]}."
+            f"{folder} says that its network is made by code ({config.network}); where you trust it, pass "
+            f"--base {folder}."
         )
-    return str(runs[0])
+    return str(folder)
+
+
+def _beside(files: Sequence[Path]) -> str:
+    """The one run that all of some tasks lie in."""
+    runs = sorted({run_beside(file) for file in files})
+    if len(runs) != 1:
+        raise click.UsageError(
+            f"the tasks lie in {len(runs)} runs, which may have several bases; pass one run's tasks, or --base."
+        )
+    return runs[0]
 
 
 def run_of(text: str) -> Settings | None:
@@ -132,11 +152,12 @@ def run_in(folder: Path) -> Settings | None:
 
 def _classes_of(run: Path) -> int | None:
     """How many classes a run learns: it may have started from random weights, which depend on that."""
-    for file in sorted((run / "tasks").glob(f"*{SUFFIX}")):
-        from spalier.tasks.task import Task
-
-        return len(Task.load(file).info().classes) or None
-    return None
+    try:
+        return len(json.loads((run / "blocks" / "00.json").read_text("utf-8"))["classes"]) or None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            "folder", f"{run} does not say how many classes it has (blocks/00.json): {error}; pass --classes"
+        ) from error
 
 
 def task_files(given: Sequence[str]) -> list[Path]:
@@ -165,17 +186,22 @@ def _by_density(path: Path) -> tuple[str, float]:
         return stem, float("-inf")
 
 
-def named(files: Sequence[Path]) -> dict[str, Task]:
-    """Tasks by names that tell them apart."""
+def load(file: Path) -> Task:
+    """A task, or an error that names its file."""
     from spalier.tasks.task import Task
 
+    try:
+        return Task.load(file)
+    except TaskFileError as error:
+        raise TaskFileError(error.code, f"{file}: {error}") from error
+
+
+def named(files: Sequence[Path]) -> dict[str, Task]:
+    """Tasks by names that tell them apart; a file that is given twice counts once."""
     found: dict[str, Task] = {}
-    for file in files:
-        task = Task.load(file)
-        name = task.name
-        if name in found:
-            name = str(file)
-        found[name] = task
+    for file in dict.fromkeys(file.resolve() for file in files):
+        task = load(file)
+        found[task.name if task.name not in found else str(file)] = task
     return found
 
 
@@ -204,29 +230,37 @@ def settings_of(given: Sequence[str], shortcuts: dict[str, Any]) -> dict[str, An
     hints = get_type_hints(Settings)
     found: dict[str, Any] = {name: value for name, value in shortcuts.items() if value is not None}
     for text in given:
-        name, value = _pair(text, "--set")
+        name, raw = _split(text, "--set")
         if name in found:
             raise click.UsageError(f"{name} is set twice.")
-        found[name] = _listed(value, text.partition("=")[2]) if _is_tuple(hints.get(name)) else value
+        found[name] = _setting(hints.get(name), raw)
     return found
 
 
-def _is_tuple(hint: Any) -> bool:
-    return get_origin(hint) is tuple or any(get_origin(each) is tuple for each in get_args(hint))
-
-
-def _listed(value: Any, text: str) -> Any:
-    """0.5,0.2 where a list is expected."""
-    if isinstance(value, list) or value is None:
-        return value
-    return [_value(part) for part in text.split(",")] if "," in text else [value]
+def _setting(hint: Any, raw: str) -> Any:
+    """A value as its setting means it: text is text, 4,5,6 a list where a list is expected."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if raw == "null" or raw.startswith("["):
+        return _value(raw)
+    for kind in kinds:
+        if get_origin(kind) is tuple:
+            of_text = get_args(kind)[0] is str
+            return [part if of_text else _value(part) for part in raw.split(",")]
+    if str in kinds:
+        return raw
+    return _value(raw)
 
 
 def _pair(text: str, option: str = "--option") -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
+    name, raw = _split(text, option)
+    return name, _value(raw)
+
+
+def _split(text: str, option: str) -> tuple[str, str]:
+    name, equals, raw = text.partition("=")
     if not equals or not name:
         raise click.BadParameter(f"{text!r} is no setting, expected KEY=VALUE.", param_hint=option)
-    return name, _value(value)
+    return name, raw
 
 
 def _value(text: str) -> Any:
@@ -240,12 +274,12 @@ def _value(text: str) -> Any:
 
 
 def values_of(text: str) -> tuple[str, list[Any]]:
-    """KEY=V1,V2 as a name and its values; a JSON list for values with commas."""
-    name, value = _pair(text, "--over")
-    raw = text.partition("=")[2]
+    """KEY=V1,V2 as a name and its values; a JSON list for values that have commas."""
+    from spalier.runs.config import Settings
+
+    name, raw = _split(text, "--over")
     if raw.startswith("["):
-        try:
-            return name, list(json.loads(raw))
-        except ValueError:
-            return name, list(value)
-    return name, [_value(part) for part in raw.split(",")]
+        found = _value(raw)
+        return name, found if isinstance(found, list) else [found]
+    hint = get_type_hints(Settings).get(name)
+    return name, [_setting(hint, part) for part in raw.split(",")]

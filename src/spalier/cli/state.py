@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, TracebackType
+from typing import Any, TextIO
 
 import click
 
@@ -23,18 +26,28 @@ class State:
         self.debug = False
         self.quiet = False
         self.as_json = "--json" in self.arguments
+        self.interrupted = False
+        self.out: TextIO = sys.stdout
+        """Where results go."""
         self.records: list[str] = []
+        self._warnings = warnings.catch_warnings()
         self._handlers: list[logging.Handler] = []
         self._levels: list[tuple[logging.Logger, int, bool]] = []
 
     def __enter__(self) -> State:
+        self.out = sys.stdout
+        if self.as_json:  # what a network of the user's prints is no part of the document
+            sys.stdout = sys.stderr
         self._listen_(_Remembering(self.records), logging.DEBUG)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        sys.stdout = self.out
         logging.captureWarnings(False)
+        if self._levels:
+            self._warnings.__exit__(None, None, None)
         for handler in self._handlers:
             for name in ("spalier", "py.warnings"):
                 logging.getLogger(name).removeHandler(handler)
@@ -51,6 +64,7 @@ class State:
             self._levels.append((logger, logger.level, logger.propagate))
             logger.setLevel(logging.DEBUG)
             logger.propagate = False
+        self._warnings.__enter__()
         if not sys.warnoptions:
             warnings.simplefilter("default")
         logging.captureWarnings(True)  # libraries' warnings go to the log, not over the results
@@ -88,9 +102,26 @@ class State:
     def show(self, text: object, data: Any) -> None:
         """A result: text for people, or with --json one document for programs."""
         if self.as_json:
-            click.echo(json.dumps(data, indent=1, allow_nan=False))
+            click.echo(json.dumps(data, indent=1, allow_nan=False), file=self.out)
         else:
-            click.echo(str(text))
+            click.echo(str(text), file=self.out)
+
+    @contextlib.contextmanager
+    def interruptions(self) -> Iterator[None]:
+        """Remember a Ctrl-C: libraries that are interrupted at odd moments may raise something else."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self.interrupted = True
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
 
 
 class _Remembering(logging.Handler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spalier.cli.evaluating import accuracy_of, data_of
-from spalier.cli.opening import base_options, open_base, shape_of, task_files
+from spalier.cli.opening import base_options, load, open_base, shape_of, task_files
 from spalier.cli.state import State, examples, json_option, pass_state
-from spalier.errors import SpalierError
+from spalier.errors import SpalierError, TaskFileError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from spalier.tasks.switcher import Switcher
 
 _HELP = "a task's name or number switches to it; ls lists them; q ends"
@@ -46,11 +49,12 @@ def switch(
     net = open_base(base, files, **network)
     switcher = Switcher(net, files[0].parent)
     names = [file.name.removesuffix(".task.safetensors") for file in files]
+    _rehearse(net, files, base, data, shape)
     if not state.as_json:
         state.note("\n".join(f"{number:3}  {name}" for number, name in enumerate(names, 1)) + f"\n{_HELP}")
     switches = []
     while (asked := _asked(state)) is not None:
-        name = names[int(asked) - 1] if asked.isdecimal() and 0 < int(asked) <= len(names) else asked
+        name = names[int(asked) - 1] if asked in map(str, range(1, len(names) + 1)) else asked
         if asked in ("ls", "?", "help"):
             click.echo("\n".join(f"{number:3}  {each}" for number, each in enumerate(names, 1)), err=True)
             continue
@@ -61,9 +65,33 @@ def switch(
             continue
         switches.append(row)
         if not state.as_json:
-            click.echo(_line(row))
+            click.echo(_line(row), file=state.out)
     if state.as_json:
         state.show("", {"switches": switches})
+
+
+def _rehearse(
+    net: nn.Module, files: Sequence[Path], base: str | None, data: str | None, shape: str | None
+) -> None:
+    """See that shape and data fit before anything is asked."""
+    import torch
+
+    for file in files:
+        try:
+            task = load(file)
+        except TaskFileError:  # said when it is asked for
+            continue
+        try:
+            with torch.inference_mode():
+                net(torch.zeros(1, *shape_of(shape, [task])))
+        except RuntimeError as error:
+            words = " ".join(str(error).split())[:200]
+            raise click.UsageError(
+                f"the base does not run on inputs of that shape ({words}); pass --shape."
+            ) from error
+        if data is not None:
+            data_of(task, file, base, data=data)
+        return
 
 
 def _asked(state: State) -> str | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spalier.cli.opening import SUFFIX, base_options, named, open_base, shape_of, task_files
+from spalier.cli.opening import SUFFIX, base_options, load, open_base, shape_of, task_files
 from spalier.cli.state import State, examples, json_option, pass_state
 from spalier.errors import TaskFileError
 
@@ -33,6 +33,11 @@ def list_(state: State, store: str) -> None:
 
     opened = Store(_store(store))
     listing = opened.list()
+    runs = sorted(path.parent.name for path in Path(store).glob("*/run.yaml"))
+    if not listing and runs:
+        raise TaskFileError(
+            "missing", f"{store} is a folder of runs; name one of them, such as {store}/{runs[0]}"
+        )
     entries = [
         {
             "name": e.name,
@@ -54,10 +59,8 @@ def list_(state: State, store: str) -> None:
 @pass_state
 def info(state: State, task: str) -> None:
     """What a task file says of itself. No code in it runs."""
-    from spalier.tasks.task import Task
-
     file = _one(task)
-    found = Task.load(file).info()
+    found = load(file).info()
     size = file.stat().st_size
     state.show(f"{found}\nfile  {size:,} bytes", {**found.to_dict(), "bytes": size})
 
@@ -119,14 +122,19 @@ def verify(state: State, tasks: tuple[str, ...], base: str | None, **network: An
 @json_option
 @pass_state
 def build(state: State, task: str, base: str | None, out: str, fold: bool, **network: Any) -> None:
-    """Join a task with its base: a small, dense, ordinary network without anything of Spalier's in it."""
+    """Join a task with its base: a small, dense, ordinary network.
+
+    A .pt file is the module itself, as torch.save writes it: to load it, the code of its classes has to be there (that
+    of the base's library; Spalier's own for its built-in networks and for free writers). `spalier task export` is for
+    machines that have neither.
+    """
     import torch
     from safetensors.torch import save
 
     from spalier.counting import count
     from spalier.tasks import files
 
-    ending = _ending(out, (".pt", ".safetensors"))
+    ending = _ending(out, (".pt", ".safetensors"), task, network["weights"])
     found, net, small = _built(task, base, fold, network)
     if ending == ".pt":
         import io
@@ -135,7 +143,7 @@ def build(state: State, task: str, base: str | None, out: str, fold: bool, **net
         torch.save(small, buffer)
         data = buffer.getvalue()
     else:
-        data = save({name: value.contiguous() for name, value in small.state_dict().items()})
+        data = save({name: value.clone().contiguous() for name, value in small.state_dict().items()})
     files.write(Path(out), data)
     before, after = count(net).parameters, count(small).parameters
     how = (
@@ -175,7 +183,7 @@ def export(
 
     from spalier.cli.exporting import EXPORTERS
 
-    ending = _ending(out, tuple(EXPORTERS))
+    ending = _ending(out, tuple(EXPORTERS), task, network["weights"])
     found, _, small = _built(task, base, fold, network)
     torch.manual_seed(0)
     example = torch.randn(1 if ending == ".pte" else 2, *shape_of(shape, [found]))
@@ -233,19 +241,22 @@ def _built(
     task: str, base: str | None, fold: bool, network: dict[str, Any]
 ) -> tuple[Any, nn.Module, nn.Module]:
     file = _one(task)
-    found = next(iter(named([file]).values()))
+    found = load(file)
     net = open_base(base, [file], **network)
     return found, net, found.build(net, fold=fold)
 
 
-def _ending(out: str, known: tuple[str, ...]) -> str:
-    ending = Path(out).suffix
-    if ending not in known:
+def _ending(out: str, known: tuple[str, ...], *used: str | None) -> str:
+    """How a file to write ends; what cannot be written, or would take what is read, is refused before any work."""
+    path = Path(out)
+    if path.suffix not in known or out.endswith(SUFFIX):
         raise click.BadParameter(
-            f"{out!r} ends in {ending!r}, expected one of {', '.join(known)}.", param_hint="-o"
+            f"{out!r} is no name for it, expected one that ends in {', '.join(known)}.", param_hint="-o"
         )
-    if not Path(out).absolute().parent.is_dir():
+    if not path.absolute().parent.is_dir():
         raise click.BadParameter(
-            f"there is no folder {Path(out).absolute().parent}; make it first.", param_hint="-o"
+            f"there is no folder {path.absolute().parent}; make it first.", param_hint="-o"
         )
-    return ending
+    if any(other is not None and path.resolve() == Path(other).resolve() for other in used):
+        raise click.BadParameter(f"{out!r} is what is read; give another name.", param_hint="-o")
+    return path.suffix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import click
 
 from spalier.cli.opening import settings_of, values_of
 from spalier.cli.state import State, examples, json_option, pass_state
+from spalier.errors import ConfigError
 
 _SET = click.option(
     "--set",
@@ -50,13 +52,18 @@ def train(state: State, config: str | None, folder: str, settings: tuple[str, ..
     begun = (Path(folder) / "run.yaml").is_file()
     if shortcuts["rank"] is not None:
         settings = (*settings, f"rank={shortcuts.pop('rank')}")
+    if shortcuts["weights"] is not None:
+        shortcuts["weights"] = str(Path(shortcuts["weights"]).absolute())  # the run may go on from elsewhere
     given = settings_of(settings, shortcuts)
     if config is None and not given and not begun:
         raise click.UsageError(f"{folder} holds no run yet: give a CONFIG file, or settings such as --data.")
+    if config is not None:
+        _refuse_empty(config)
     source = config or (folder if begun else None)
     chosen = TransferPruning() if source is None else TransferPruning.load(source)
     results = (chosen.with_(**given) if given else chosen).run(folder, progress=state.shows_progress)
-    shown = f"{results}\ntasks: {results.folder / 'tasks'}\nreport: spalier report {results.folder}"
+    where = shlex.quote(str(results.folder))
+    shown = f"{results}\ntasks: {results.folder / 'tasks'}\nreport: spalier report {where}"
     state.show(shown, {**results.to_dict(), "folder": str(results.folder)})
 
 
@@ -102,9 +109,16 @@ def sweep(
     results = _sweep(config, settings, over).run(
         folder, jobs=jobs, place=place, retries=retries, threads=threads, progress=state.shows_progress
     )
-    text = f"{results}\nreport: spalier report {folder}"
+    text = f"{results}\nreport: spalier report {shlex.quote(folder)}"
     state.show(text, {"rows": list(results.rows), "failed": dict(results.failed), "folder": folder})
     return 3 if results.failed else 0
+
+
+def _refuse_empty(config: str) -> None:
+    from spalier.runs.fields import read
+
+    if not read(Path(config)):
+        raise ConfigError(f"{config} has no settings; expected some, such as data: digits")
 
 
 def _sweep(config: str, settings: tuple[str, ...], over: tuple[str, ...]) -> Any:
@@ -112,6 +126,7 @@ def _sweep(config: str, settings: tuple[str, ...], over: tuple[str, ...]) -> Any
     from spalier.runs.sweep import Sweep
     from spalier.runs.transfer import TransferPruning
 
+    _refuse_empty(config)
     if {"base", "over"} <= set(read(Path(config))):
         if settings or over:
             raise click.UsageError(

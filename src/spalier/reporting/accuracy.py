@@ -23,6 +23,7 @@ class Against:
     unit: str
     caption: str
     missing: str
+    joined: bool = True
 
 
 AGAINST = (
@@ -50,8 +51,10 @@ AGAINST = (
         "Accuracy against latency",
         "milliseconds for one sample",
         "ms",
-        "Measured where the run was made, the median of a few; other machines differ.",
+        "Measured at the end of each block, for one sample, on the machine of the run: not in turns, so noisy, and "
+        "not joined by lines. The command spalier bench compares with care.",
         "Latency was not measured: the files of tasks do not hold it, runs do.",
+        joined=False,
     ),
 )
 
@@ -82,7 +85,10 @@ def _figure(findings: Findings, against: Against, found: Sequence[Facet]) -> Fig
     entries = [e for e in findings.entries if _is_known(findings, against, e)]
     left_out = len(findings.entries) - len(entries)
     x = logarithmic(against.label, [float(e.number(against.number) or 1) for e in entries])
-    panels = [_panel(findings, against, facet, x, len(found) > 1) for facet in found]
+    ys = {
+        task: _accuracies(findings, [f for f in found if f.task == task]) for task in {f.task for f in found}
+    }
+    panels = [_panel(findings, against, facet, x, ys[facet.task], len(found) > 1) for facet in found]
     seeds = any(len(p) > 1 for facet in found for s in facet.series for p in s.points)
     caption = against.caption + (
         " Means over seeds with standard deviations; faint points are single runs." if seeds else ""
@@ -105,19 +111,18 @@ def _figure(findings: Findings, against: Against, found: Sequence[Facet]) -> Fig
     return Figure(against.name, against.title, caption, panels, columns, rows, wide=len(panels) > 1)
 
 
-def _accuracies(findings: Findings, facet: Facet) -> Axis:
-    """The y axis of a panel, with room for its error bars; accuracies on several data do not compare."""
-    points = [point for series in facet.series for point in series.points]
+def _accuracies(findings: Findings, found: Sequence[Facet]) -> Axis:
+    """The y axis of all panels of a task, with room for error bars; accuracies on several data do not compare."""
+    points = [point for facet in found for series in facet.series for point in series.points]
     values = [v for point in points for e in point if (v := e.number(findings.measure)) is not None]
-    for found in (mean(point, findings.measure) for point in points):
-        if found is not None and found.deviation is not None:
-            values += [max(found.value - found.deviation, 0), min(found.value + found.deviation, 1)]
+    for each in (mean(point, findings.measure) for point in points):
+        if each is not None and each.deviation is not None:
+            values += [max(each.value - each.deviation, 0), min(each.value + each.deviation, 1)]
     label = MEASURES[findings.measure]
     return linear(label, values, least=0, most=1, text=lambda v: f"{100 * v:.4g}%")
 
 
-def _panel(findings: Findings, against: Against, facet: Facet, x: Axis, several: bool) -> Panel:
-    y = _accuracies(findings, facet)
+def _panel(findings: Findings, against: Against, facet: Facet, x: Axis, y: Axis, several: bool) -> Panel:
     marks: list[Mark] = []
     single = len(facet.series) == 1
     for series in facet.series:
@@ -142,7 +147,7 @@ def _series(findings: Findings, against: Against, series: Series, unnamed: bool)
         tip = _tip(findings, against, series.label, known, x, y)
         yield Dot(x.value, y.value, series.css, tip, known[0].key, series.shape)
     if line:
-        yield Line(line, series.css, "" if unnamed else series.label)
+        yield Line(line, series.css, "" if unnamed else series.label, against.joined)
 
 
 def _single(findings: Findings, against: Against, series: Series, entry: Entry) -> Dot:
@@ -162,9 +167,9 @@ def _tip(findings: Findings, against: Against, label: str, entries: Sequence[Ent
     ]
     lines.append(f"{short(x.value)} {against.unit}")
     lines += [
-        f"{percent(first.number(n))} of {word}"
+        f"{percent(found.value)} of {word}"
         for n, word in (("channels", "channels"), ("macs", "MACs"))
-        if first.number(n)
+        if (found := mean(entries, n)) is not None
     ]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Images that were told wrong and right."""
+"""Images that were classified wrongly and correctly."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _HEAD, _ROW = 0.3, 1.42
 
 
 def examples(entry: Entry, name: str) -> Figure:
-    """Images with what they are, what they were taken for, and how sure the network was."""
+    """Images with what they are, what they were predicted as, and with what confidence."""
     groups = {
-        "told wrong": [e for e in entry.examples if e.label != e.guess],
-        "told right": [e for e in entry.examples if e.label == e.guess],
+        "classified wrongly": [e for e in entry.examples if e.label != e.guess],
+        "classified correctly": [e for e in entry.examples if e.label == e.guess],
     }
     marks: list[Mark] = []
     top = y = sum(map(_tall, groups.values()))
@@ -32,10 +32,10 @@ def examples(entry: Entry, name: str) -> Figure:
         for n, e in enumerate(entry.examples, 1)
     ]
     caption = (
-        "Test images that the network is surest of, and how sure it is; each is stretched over the whole range of "
-        "brightness."
+        "Test images that the network is most confident of, with its confidence; each is stretched over the "
+        "whole range of brightness."
     )
-    columns = ["image", "class", "taken for", "confidence"]
+    columns = ["image", "class", "predicted as", "confidence"]
     return Figure(f"examples-{name}", "Right and wrong", caption, [panel], columns, rows, "task", entry.key)
 
 
@@ -45,7 +45,7 @@ def _tall(group: Sequence[Example]) -> float:
 
 def _group(entry: Entry, word: str, group: Sequence[Example], y: float) -> Iterator[Mark]:
     if group:
-        yield Text(0, y - 0.18, f"{word}, the surest first", "name")
+        yield Text(0, y - 0.18, f"{word}, most confident first", "name")
     for place, example in enumerate(group):
         row, column = divmod(place, _ACROSS)
         yield from _image(entry, example, column, y - _HEAD - _ROW * (row + 1))
@@ -54,7 +54,7 @@ def _group(entry: Entry, word: str, group: Sequence[Example], y: float) -> Itera
 def _image(entry: Entry, example: Example, x: float, y: float) -> Iterator[Mark]:
     label, guess, sure = entry.classes[example.label], entry.classes[example.guess], example.confidence
     is_right = example.label == example.guess
-    tip = f"{label}{'' if is_right else f' taken for {guess}'}\nsure by {percent(sure)}"
+    tip = f"{label}{'' if is_right else f' predicted as {guess}'}\nconfidence {percent(sure)}"
     yield Tile(x, y + 0.43, x + 0.92, y + 1.35, example.png, "right" if is_right else "wrong", tip)
     said = fitted(label, 76, 10) if is_right else f"{fitted(label, 31, 10)} → {fitted(guess, 31, 10)}"
     yield Text(x, y + 0.26, said, "small")

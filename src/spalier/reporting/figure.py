@@ -21,6 +21,8 @@ class Line:
     points: Sequence[tuple[float, float]]
     css: str
     label: str = ""
+    joined: bool = True
+    """Whether it is drawn; otherwise there is just the label."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,13 @@ class Figure:
         """The table, for a spreadsheet."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(self.columns)
-        writer.writerows([["" if cell is None else cell for cell in row] for row in self.rows])
+        writer.writerows([[_plain(cell) for cell in row] for row in (self.columns, *self.rows)])
         return out.getvalue()
+
+
+def _plain(cell: Cell) -> str | int | float:
+    """A cell that no spreadsheet takes for a formula: names are strangers' text."""
+    if not isinstance(cell, str):
+        return "" if cell is None else cell
+    risky = cell.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return ("'" if risky else "") + cell.replace("\r", "\ufffd")  # a carriage return would begin a row

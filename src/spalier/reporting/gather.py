@@ -13,8 +13,9 @@ from typing import Any
 from spalier.errors import ConfigError, RunError, SpalierError, TaskFileError
 from spalier.reporting import reading
 from spalier.reporting.model import Entry, Findings, Run
-from spalier.reporting.naming import clean, varied
+from spalier.reporting.naming import clean, repeated, varied, without_method
 from spalier.runs.config import Settings
+from spalier.tasks.files import reason
 from spalier.tasks.store import Store
 from spalier.tasks.task import Task
 from spalier.tasks.text import SUFFIX, check_name
@@ -26,6 +27,14 @@ _MEASURED = ("test", "validation", *_SHARES, "learned", "bytes", "latency_ms", "
 def gather(source: str | os.PathLike[str]) -> Findings:
     """Read a folder; one that holds none of this is refused."""
     folder = Path(source).expanduser()
+    try:
+        return _gathered(folder)
+    except OSError as error:
+        path = folder if error.filename is None else Path(error.filename)
+        raise reading.wrong(path, f"cannot be read ({reason(error)})", "files of a run or a store") from error
+
+
+def _gathered(folder: Path) -> Findings:
     if not folder.is_dir():
         raise RunError("folder", f"{str(folder)!a} is no folder; expected that of a run, a sweep or a store")
     if (folder / "run.yaml").exists():
@@ -68,14 +77,16 @@ def _findings(kind: Any, folder: Path, paths: Sequence[Path], failed: dict[str, 
         for path in paths
     }
     runs = [_run(path, names[path], settings[path], failed) for path in paths]
+    lengths = {run.name: len(run.entries) for run in runs}
+    again = repeated({names[path]: said for path, said in settings.items()}, lengths)
+    shown = [run for run in runs if run.name not in again]
     shared = {
         name: value
         for name, value in (next(iter(settings.values())) if settings else {}).items()
         if all(other[name] == value for other in settings.values())
     }
-    return Findings(
-        kind, folder.absolute().name, runs, shared, varied(list(settings.values())), failed, _date(folder)
-    )
+    differ = varied(list(settings.values()))
+    return Findings(kind, folder.absolute().name, shown, shared, differ, failed, _date(folder), again)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -88,27 +99,27 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 def _run(folder: Path, name: str, settings: Mapping[str, Any], failed: dict[str, str]) -> Run:
     done = (folder / "results.json").exists()
-    entries = []
-    for number, block in reading.blocks(folder):
-        row = block["row"]
+    entries, targets = [], dict[int, float]()
+    for number, path, block in reading.blocks(folder):
+        row, target = block["row"], reading.target(block, path)
+        if target is not None:
+            targets[number] = target
         try:
             task = Task.load(folder / "tasks" / f"{check_name(row.get('task'))}{SUFFIX}")
         except TaskFileError as error:
             failed[clean(f"{name}/{row.get('task')}")] = str(error)
             continue
-        entries.append(_entry(folder, name, settings, number, block, task))
-    return Run(name, entries, reading.epochs(folder), "done" if done else "in progress")
+        entries.append(_entry(path, name, settings, number, block, task))
+    return Run(name, entries, reading.epochs(folder), "done" if done else "not finished", targets)
 
 
 def _entry(
-    folder: Path, run: str, settings: Mapping[str, Any], number: int, block: dict[str, Any], task: Task
+    path: Path, run: str, settings: Mapping[str, Any], number: int, block: dict[str, Any], task: Task
 ) -> Entry:
-    row, classes = (
-        block["row"],
-        [clean(str(c)) or "(no name)" for c in block.get("classes") or task.description.classes],
-    )
-    target = reading.number(row.get("target"))
-    measured = {name: reading.number(row.get(name)) for name in _MEASURED}
+    row, folder = block["row"], path.parent.parent
+    classes = [clean(str(c)) or "(no name)" for c in block.get("classes") or task.description.classes]
+    target = reading.target(block, path)
+    measured = {name: reading.amount(row.get(name), path) for name in _MEASURED}
     measured |= {name: reading.share(row.get(name)) for name in ("test", "validation")}
     return Entry(
         key=f"{run}/{task.name}",
@@ -119,7 +130,7 @@ def _entry(
         target=1.0 if target is None else target,
         numbers={**_numbers(task), **{k: v for k, v in measured.items() if v is not None}},
         classes=classes,
-        confusion=reading.confusion(block, len(classes)),
+        confusion=reading.confusion(path, block, len(classes)),
         layers=reading.layers(task),
         scores=reading.scores(folder, number),
         examples=reading.examples(folder, number, block),
@@ -186,8 +197,14 @@ def _row_of_tasks(members: list[Entry]) -> Run:
 
 
 def _told_apart(tasks: list[Task]) -> list[dict[str, Any]]:
-    """What says which tasks belong together; where that does not tell two apart, their names do too."""
+    """What says which tasks belong together; where that does not tell two apart, their names do too.
+
+    Files say which run they are of; the names of older ones hold it, with the method.
+    """
     found = [_said(task) for task in tasks]
+    plain = [without_method(stem(task.name)[0]) for task in tasks]
+    if any(_run_of(task) for task in tasks):
+        found = [{**s, "name": _run_of(t) or name} for s, t, name in zip(found, tasks, plain, strict=True)]
     seen: dict[str, int] = {}
     keys = [
         repr((said, t.description.provenance.get("seed"), _target(t)))
@@ -196,16 +213,20 @@ def _told_apart(tasks: list[Task]) -> list[dict[str, Any]]:
     for key in keys:
         seen[key] = seen.get(key, 0) + 1
     if any(count > 1 for count in seen.values()):
-        found = [{**said, "name": stem(task.name)[0]} for said, task in zip(found, tasks, strict=True)]
+        found = [{**said, "name": name} for said, name in zip(found, plain, strict=True)]
     return found
+
+
+def _run_of(task: Task) -> str:
+    return str(task.description.provenance.get("run") or "")
 
 
 def _said(task: Task) -> dict[str, Any]:
     said = task.description
-    data = str(said.provenance.get("data") or stem(task.name)[0])
+    data = str(said.provenance.get("data") or without_method(stem(task.name)[0]))
     method = str(said.provenance.get("method") or said.adapter["kind"].lower())
-    found = {"data": data, "method": method, "rank": said.adapter.get("rank"), "storage": said.storage}
-    return {**found, "base": said.base.architecture[:8]}
+    found = {"data": data, "classes": list(said.classes), "method": method, "rank": said.adapter.get("rank")}
+    return {**found, "storage": said.storage, "base": said.base.architecture[:8]}
 
 
 def stem(name: str) -> tuple[str, float | None]:

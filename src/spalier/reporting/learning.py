@@ -41,14 +41,12 @@ def _prunes(run: Run) -> list[Rule]:
     ends: dict[int, int] = {}
     for epoch in run.epochs:
         ends[epoch.block] = max(epoch.step, ends.get(epoch.block, 0))
-    targets = [e.target for e in run.entries]
-    blocks = sorted({e.block for e in run.epochs})
-    found = []
-    for block in blocks:
-        if block + 1 in blocks or block + 1 < len(targets):
-            label = density(targets[block + 1]) if block + 1 < len(targets) else ""
-            found.append(Rule(ends[block], label))
-    return found
+    said = {block: density(target) for block, target in run.targets.items()}
+    return [
+        Rule(end, said.get(block + 1, ""))
+        for block, end in sorted(ends.items())
+        if block + 1 in ends or block + 1 in said
+    ]
 
 
 def _curve(

@@ -45,7 +45,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Example:
-    """An image that was told right or wrong."""
+    """An image that was classified rightly or wrongly."""
 
     label: int
     guess: int
@@ -100,6 +100,8 @@ class Run:
     entries: Sequence[Entry]
     epochs: Sequence[Epoch] = ()
     state: str = "done"
+    targets: Mapping[int, float] = field(default_factory=dict)
+    """What each block led to, by its number; those whose task cannot be read too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +118,8 @@ class Findings:
     failed: Mapping[str, str] = field(default_factory=dict)
     """Runs that failed, and files that cannot be read, with what is wrong."""
     date: str = ""
+    repeats: Mapping[str, str] = field(default_factory=dict)
+    """Runs that are not shown, since another one has the same settings and the same seed: that one's name."""
 
     @property
     def entries(self) -> list[Entry]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,9 +31,7 @@ _FIRST = (
 )
 TASK_SETTINGS = ("name", "data", "classes")
 """Settings that say what is learned, rather than how."""
-_SILENT = frozenset(
-    {"seed", "workers", "cache", "data_folder", "checkpoint_seconds", "trackers", "densities"}
-)
+_SILENT = frozenset({"seed", "workers", "cache", "data_folder", "checkpoint_seconds", "trackers"})
 _RECIPE = (
     "rate",
     "decay",
@@ -44,6 +43,9 @@ _RECIPE = (
     "rates",
     "schedule",
     "end",
+    "densities",
+    "step",
+    "steps",
 )
 _FOLLOWS = {
     "name": ("data", "classes", "size", "limit", "network_options", "weights", *_RECIPE),
@@ -65,6 +67,20 @@ def varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
         if leader in names:
             names = [n for n in names if n not in followers or not _determined(settings, leader, n)]
     return sorted(names, key=lambda n: (_FIRST.index(n) if n in _FIRST else len(_FIRST), n))
+
+
+def repeated(settings: Mapping[str, Mapping[str, Any]], lengths: Mapping[str, int]) -> dict[str, str]:
+    """Runs that another one repeats, seed included, and that other one: the one with most tasks, or the first.
+
+    >>> repeated({"a": {"seed": 0}, "b": {"seed": 0}, "c": {"seed": 1}}, {"a": 2, "b": 3, "c": 3})
+    {'a': 'b'}
+    """
+    alike: dict[str, list[str]] = {}
+    for name, said in settings.items():
+        told = {n: v for n, v in said.items() if n not in _SILENT or n == "seed"}
+        alike.setdefault(_text(told), []).append(name)
+    shown = {group: max(names, key=lambda n: lengths[n]) for group, names in alike.items()}
+    return {n: shown[group] for group, names in alike.items() for n in names if n != shown[group]}
 
 
 def _determined(settings: Sequence[Mapping[str, Any]], by: str, name: str) -> bool:
@@ -91,6 +107,16 @@ def value_name(setting: str, value: Any) -> str:
     if setting == "classes" and value:
         return " ".join(map(str, value))
     return f"{setting} {'none' if value is None else _text(value)}"
+
+
+def without_method(name: str) -> str:
+    """A name without the method that was put into it.
+
+    >>> without_method("456-fine-pruning"), without_method("lora-birds"), without_method("explora")
+    ('456', 'birds', 'explora')
+    """
+    words = "|".join(map(re.escape, _METHODS))
+    return re.sub(rf"(^|[-_ ,])({words})(?=$|[-_ ,])", "", name).strip("-_ ,") or name
 
 
 def data_name(data: str) -> str:

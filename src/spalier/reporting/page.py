@@ -22,7 +22,7 @@ from spalier.reporting.svg import draw
 from spalier.reporting.wall import steps
 from spalier.reporting.words import facts, lede, settings, start, title, totals
 
-NARROW, HALF, WALL, FULL = 344, 544, 640, 1120
+NARROW, HALF, WALL, MIDDLE, FULL = 344, 544, 640, 700, 1120
 _FEW = 6
 MOST_ROWS = {"overview": 1000, "run": 1000, "task": 200, "files": 1000}
 """How many rows of a table the page has, by where the figure is; the CSV file has all."""
@@ -69,6 +69,7 @@ def page(findings: Findings, plates: Plates) -> str:
             overview=[_drawn(f, trio) for f in plates.overview],
             trio=trio,
             missing=accuracies.missing(findings),
+            repeats=list(findings.repeats.items()),
             runs=[
                 _run(findings, run, plates, i)
                 for i, run in enumerate(findings.runs)
@@ -182,6 +183,7 @@ def _drawn(figure: Figure, small: bool = False) -> Drawn:
     else:
         wide = FULL if figure.wide else WALL if is_wall else HALF
         svgs = [draw(figure, wide, suffix="-w"), draw(figure, NARROW, suffix="-n")]
+        svgs += [draw(figure, MIDDLE, suffix="-m")] if figure.wide else []
     rows = [[_cell(c) for c in row] for row in figure.rows[:most]]
     numeric = frozenset(
         i

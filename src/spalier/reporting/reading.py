@@ -24,6 +24,8 @@ MAX_SHEET = 1 << 24
 MAX_SIDE = 512
 MAX_PIXELS = 1 << 24
 MAX_TEXT = 1 << 28
+LEAST, MOST = 1e-100, 1e15
+"""What numbers of a run lie between, zero aside; beyond, nothing was measured and nothing can be drawn."""
 
 
 def wrong(path: Path, what: str, expected: str) -> RunError:
@@ -45,26 +47,62 @@ def json_of(path: Path, expected: str) -> Any:
         raise wrong(path, "is not whole, or no JSON", expected) from error
 
 
-def number(value: Any) -> float | None:
-    """A finite number, or None for whatever else."""
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if fits else None
+def number(value: Any, path: Path) -> float | None:
+    """A finite number, or None for whatever else; one that is too large to be true is refused."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value and not LEAST < abs(value) < MOST:  # ints of any size compare with floats
+        raise wrong(
+            path,
+            "has a number that is too large or too small to be true",
+            f"sizes from {LEAST:g} to {MOST:g}",
+        )
+    return value
+
+
+def amount(value: Any, path: Path) -> float | None:
+    """A number that is not negative, or None."""
+    found = number(value, path)
+    if found is not None and found < 0:
+        raise wrong(path, f"has the amount {found:g}", "none below 0")
+    return found
 
 
 def share(value: Any) -> float | None:
     """A number from 0 to 1, or None for whatever else."""
-    found = number(value)
-    return found if found is not None and 0 <= found <= 1 else None
+    is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+    return value if is_share else None
 
 
-def blocks(folder: Path) -> list[tuple[int, dict[str, Any]]]:
-    """The blocks of a run that are done, in order, by number."""
-    found = []
-    for path in sorted((folder / "blocks").glob("*.json")):
-        if path.stem.isdigit():  # NN.scores.json lie beside them
-            block = json_of(path, "what is known of a block")
-            _check_block(path, block)
-            found.append((int(path.stem), block))
+def is_count(value: Any) -> bool:
+    """Whether something is a whole number that can be drawn."""
+    return type(value) is int and 0 <= value < MOST
+
+
+def target(block: dict[str, Any], path: Path) -> float | None:
+    """The density, or bytes, that a block was to lead to."""
+    found = number(block["row"].get("target"), path)
+    if found is not None and found <= 0:
+        raise wrong(path, f"has the target {found:g}", "one above 0")
+    return found
+
+
+def blocks(folder: Path) -> list[tuple[int, Path, dict[str, Any]]]:
+    """The blocks of a run that are done, in order: number, file, what it says."""
+    found, names = [], dict[str, Path]()
+    paths = [p for p in (folder / "blocks").glob("*.json") if p.stem.isascii() and p.stem.isdecimal()]
+    for path in sorted(paths, key=lambda p: (int(p.stem), p.name)):  # NN.scores.json lie beside them
+        block = json_of(path, "what is known of a block")
+        _check_block(path, block)
+        name = str(block["row"].get("task"))
+        if name in names:
+            raise wrong(
+                path, f"has the task {name!a}, and so has {names[name].name!a}", "a task for each block"
+            )
+        names[name] = path
+        found.append((int(path.stem), path, block))
     return found
 
 
@@ -83,30 +121,39 @@ def epochs(folder: Path) -> list[Epoch]:
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []
-    lines = path.read_text("utf-8", errors="replace").split("\n")
+    try:
+        if path.stat().st_size > MAX_TEXT:
+            raise wrong(path, "has more than 256 MB", "metrics of a run")
+        lines = path.read_text("utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise wrong(path, f"cannot be read ({reason(error)})", "metrics of a run") from error
     found = []
     for place, line in enumerate(lines[:-1]):
         try:
             entry = json.loads(line)
             if entry["kind"] == "epoch":
-                values = number(entry["loss"]), share(entry["validation"])
-                found.append(Epoch(int(entry["block"]), int(entry["step"]), *values))
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+                found.append(_epoch(path, entry))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise wrong(path, f"has a bad line, number {place + 1}", "metrics of a run") from error
     return found
 
 
-def confusion(block: dict[str, Any], classes: int) -> dict[str, list[list[int]]]:
+def _epoch(path: Path, entry: dict[str, Any]) -> Epoch:
+    block, step = entry["block"], entry["step"]
+    if not is_count(block) or not is_count(step):
+        raise ValueError
+    return Epoch(block, step, number(entry["loss"], path), share(entry["validation"]))
+
+
+def confusion(path: Path, block: dict[str, Any], classes: int) -> dict[str, list[list[int]]]:
     """The confusions of a block that fit its classes."""
     found = {}
     for part, counts in (block.get("confusion") or {}).items():
         if counts is None:
             continue
         if not _is_square(counts, classes):
-            raise RunError(
-                "folder",
-                f"a block's confusion of {part} samples does not fit its {classes} classes; expected a square",
-            )
+            what = f"has a confusion of {clean(str(part))!a} samples that does not fit its {classes} classes"
+            raise wrong(path, what, f"{classes} rows of {classes} counts")
         found[part] = counts
     return found
 
@@ -114,7 +161,7 @@ def confusion(block: dict[str, Any], classes: int) -> dict[str, list[list[int]]]
 def _is_square(counts: Any, size: int) -> bool:
     rows = counts if isinstance(counts, list) else []
     fit = all(isinstance(row, list) and len(row) == size for row in rows)
-    return len(rows) == size and fit and all(type(n) is int and n >= 0 for row in rows for n in row)
+    return len(rows) == size and fit and all(is_count(n) for row in rows for n in row)
 
 
 def scores(folder: Path, block: int) -> Scores | None:
@@ -125,14 +172,15 @@ def scores(folder: Path, block: int) -> Scores | None:
     found = json_of(path, "the scores of a block")
     try:
         streams = {clean(name): (list(c["kept"]), list(c["removed"])) for name, c in found["streams"].items()}
-        edges = [float(edge) for edge in found["edges"]]
-        if any(type(n) is not int or n < 0 for pair in streams.values() for counts in pair for n in counts):
+        edges = [float(number(edge, path) or 0) for edge in found["edges"]]
+        counts = [n for pair in streams.values() for side in pair for n in side]
+        if not all(map(is_count, [*counts, found["samples"]])):
             raise ValueError
-        sizes = {len(counts) for pair in streams.values() for counts in pair}
-        rising = all(0 < a < b < math.inf for a, b in itertools.pairwise(edges))
+        sizes = {len(side) for pair in streams.values() for side in pair}
+        rising = all(0 < a < b for a, b in itertools.pairwise(edges))
         if sizes - {len(edges) + 1} or len(edges) < 2 or not rising:
             raise ValueError
-        return Scores(clean(str(found["criterion"])), int(found["samples"]), edges, streams)
+        return Scores(clean(str(found["criterion"])), found["samples"], edges, streams)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise wrong(path, "has other fields", "counts of scores between rising edges") from error
 

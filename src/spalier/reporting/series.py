@@ -40,6 +40,8 @@ class Facet:
 
     title: str
     series: Sequence[Series]
+    task: str = ""
+    """What was learned: accuracies of panels with the same task compare."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,11 @@ def facets(findings: Findings) -> list[Facet]:
     labels = {label: None for series in found.values() for label in series}
     numbers = {label: number for number, label in enumerate(labels)}
     return [
-        Facet(title, [Series(label, numbers[label], _points(held)) for label, held in series.items()])
+        Facet(
+            title,
+            [Series(label, numbers[label], _points(held)) for label, held in series.items()],
+            _label(next(iter(series.values()))[0], [name for name in split if name in TASK_SETTINGS]),
+        )
         for title, series in found.items()
     ]
 
@@ -114,7 +120,14 @@ def method_name(entry: Entry) -> str:
 
 
 def _points(entries: Sequence[Entry]) -> list[list[Entry]]:
-    by_target: dict[float, list[Entry]] = {}
+    """By falling density, those of several seeds together; no seed is in a point twice."""
+    by_target: dict[float, list[list[Entry]]] = {}
     for entry in entries:
-        by_target.setdefault(entry.target, []).append(entry)
-    return [by_target[target] for target in sorted(by_target, reverse=True)]
+        points = by_target.setdefault(entry.target, [])
+        free = (p for p in points if all(e.seed != entry.seed for e in p))
+        point = next(free, None)
+        if point is None:
+            points.append([entry])
+        else:
+            point.append(entry)
+    return [point for target in sorted(by_target, reverse=True) for point in by_target[target]]

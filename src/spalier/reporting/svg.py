@@ -211,6 +211,8 @@ def _rule_labels(frame: Frame) -> Iterator[str]:
 def _mark(frame: Frame, mark: Mark) -> str:
     match mark:
         case Line():
+            if not mark.joined:
+                return ""
             points = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in mark.points)
             return f'<polyline class="line {mark.css}" points="{points}"/>'
         case Dot():

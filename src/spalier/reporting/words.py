@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from spalier.reporting.model import MEASURES, Entry, Findings
-from spalier.reporting.naming import data_name, density, percent, short, size
-from spalier.reporting.series import method_name, method_rank
+from spalier.reporting.naming import TASK_SETTINGS, data_name, density, percent, short, size
+from spalier.reporting.series import facets, mean, method_name, method_rank
 
 _SETTINGS = (
     *(
@@ -63,7 +63,7 @@ def lede(findings: Findings) -> str:
     if findings.kind != "store":
         words += f", from {_count(len(runs), 'run')}"
     if going:
-        words += f"; {'it is' if going == len(runs) == 1 else f'{going} are'} still in progress"
+        words += f"; {'it is' if going == len(runs) == 1 else f'{going} are'} not finished"
     targets = [e.target for e in entries]
     if targets and max(targets) > min(targets):
         words += f", from {density(max(targets))} down to {density(min(targets))}"
@@ -76,7 +76,7 @@ def _count(number: int, word: str) -> str:
 
 def totals(findings: Findings) -> list[tuple[str, str]]:
     """The few numbers that matter most."""
-    found = [*_best(findings)]
+    found = [*_ends(findings)]
     sizes = [n for e in findings.entries if (n := e.number("bytes"))]
     bases = [n for e in findings.entries if (n := e.number("base"))]
     if sizes:
@@ -86,24 +86,27 @@ def totals(findings: Findings) -> list[tuple[str, str]]:
     return found
 
 
-def _best(findings: Findings) -> Iterator[tuple[str, str]]:
-    """The best task, and the smallest one that is nearly as good."""
-    measure = findings.measure
-    known = [(seen, e) for e in findings.entries if (seen := e.number(measure)) is not None]
-    if not known:
+def _ends(findings: Findings) -> Iterator[tuple[str, str]]:
+    """Accuracy at the highest and the lowest density of the first method; nothing where tasks do not compare."""
+    found = facets(findings)
+    if not found or any(name in findings.varied for name in TASK_SETTINGS):
         return
-    most, best = max(known, key=lambda k: k[0])
-    several = len(findings.runs) > 1
-    yield f"best {MEASURES[measure]}, {best.key if several else best.name}", percent(most)
-    near = [e for seen, e in known if seen >= most - NEARLY and e.run == best.run]
-    close = [(macs, e) for e in near if (macs := e.number("macs")) and macs < 1]
-    if close:
-        macs, least = min(close, key=lambda c: c[0])
-        yield f"of the MACs for at most {100 * NEARLY:g} points less, {least.name}", percent(macs)
+    series = found[0].series[0]
+    known = [point for point in series.points if mean(point, findings.measure) is not None]
+    for point in known[:1] + known[1:][-1:]:
+        seen = mean(point, findings.measure)
+        assert seen is not None
+        at = f"{density(point[0].target)}, {method_name(point[0])}"
+        spread = "" if seen.deviation is None else f"\u00a0±\u00a0{100 * seen.deviation:.1f}"
+        seeds = f", mean of {seen.count} seeds" if seen.count > 1 else ""
+        yield f"{MEASURES[findings.measure]} at {at}{seeds}", f"{percent(seen.value)}{spread}"
+    macs = mean(known[-1], "macs") if len(known) > 1 else None
+    if macs is not None:
+        yield f"of the MACs at {density(known[-1][0].target)}", percent(macs.value)
 
 
-NEARLY = 0.02
-"""How much accuracy may be given up for a smaller task to be as good."""
+NEARLY = 0.04
+"""How much less accurate than the best one the task may be that is shown first."""
 
 
 def start(findings: Findings) -> int:
@@ -115,9 +118,8 @@ def start(findings: Findings) -> int:
         if (seen := e.number(findings.measure)) is not None and first is not None and e.run == first.run
     ]
     best = max((seen for seen, _, _ in known), default=0.0)
-    return min(((macs, place) for seen, macs, place in known if seen >= best - 2 * NEARLY), default=(1.0, 0))[
-        1
-    ]
+    near = ((macs, place) for seen, macs, place in known if seen >= best - NEARLY)
+    return min(near, default=(1.0, 0))[1]
 
 
 def facts(entry: Entry) -> list[tuple[str, str]]:

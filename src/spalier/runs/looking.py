@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spalier.criteria.scores import Scores
+from spalier.criteria.scores import Scores, normalised
 from spalier.data.part import Part
 from spalier.networks import logits_of
 from spalier.pruning.plan import Plan
@@ -26,7 +26,12 @@ def spread(scores: Scores, plan: Plan) -> dict[str, Any]:
     Bins are even in the logarithm. Before them comes one for what is below, zero and negative scores too, and behind
     them one for what is above.
     """
-    found = {name: scores.of(name) for name in scores.layers}
+    found: dict[str, Any] = {}
+    for name, layers in scores.layers.items():
+        if plan.writers == "free" and len(layers) > 1:  # each keeps channels of its own
+            found |= {layer: normalised(values, scores.normalise) for layer, values in layers.items()}
+        else:
+            found[name] = scores.of(name)
     everything = np.concatenate([values[~np.isnan(values)] for values in found.values()])
     positive = everything[everything > 0]
     low, high = (positive.min(), positive.max()) if len(positive) else (0.1, 1.0)
@@ -66,13 +71,16 @@ def examples(net: nn.Module, part: Part, place: Any, batch: int) -> tuple[dict[s
 
     None where samples are no images, or have no labels.
     """
-    indices = np.arange(min(len(part), _LOOKED_AT))
-    if not len(indices) or bool((part.labels < 0).any()):
+    indices = np.sort(np.random.default_rng(0).permutation(len(part))[:_LOOKED_AT])
+    if not len(indices) or bool((part.labels < 0).any()) or not _are_images(part.fetch(indices[:1], None)[0]):
         return None
-    images, labels = part.fetch(indices, None)
-    if images.dim() != 4 or images.shape[1] not in (1, 3) or not images.dtype.is_floating_point:
-        return None
-    logits = torch.cat([logits_of(net(place(some))) for some in images.split(batch)]).float().cpu()
+    logits = torch.cat(
+        [
+            logits_of(net(place(part.fetch(indices[at : at + batch], None)[0]))).float().cpu()
+            for at in range(0, len(indices), batch)
+        ]
+    )
+    labels = torch.from_numpy(part.labels[indices])
     sure, guess = logits.softmax(1).max(1)
     is_right = guess == labels
     chosen = torch.tensor(
@@ -82,8 +90,12 @@ def examples(net: nn.Module, part: Part, place: Any, batch: int) -> tuple[dict[s
         {"label": int(labels[i]), "guess": int(guess[i]), "confidence": round(float(sure[i]), 4)}
         for i in chosen
     ]
-    tiles, side = _tiles(images[chosen])
+    tiles, side = _tiles(part.fetch(indices[chosen.numpy()], None)[0])
     return {"side": side, "columns": _EACH, "items": items}, _sheet(tiles, side)
+
+
+def _are_images(samples: Tensor) -> bool:
+    return samples.dim() == 4 and samples.shape[1] in (1, 3) and samples.dtype.is_floating_point
 
 
 def _surest(sure: Tensor, labels: Tensor, among: Tensor) -> list[int]:

@@ -58,26 +58,45 @@ class Report:
         if not self.costs:
             return None
         saved = (self.networks - sum(cost.file for cost in self.costs)) / len(self.costs)
-        return None if saved <= 0 else math.floor(self.base / saved) + 1
+        return _pays_from(self.base, saved)
 
     def __str__(self) -> str:
-        rows = [[c.name, f"{c.file:,}", f"{c.network:,}", f"{c.file / c.network:.1%}"] for c in self.costs]
-        even = self.break_even
-        pays = (
-            "a network of its own for each takes less, however many there are"
-            if even is None
-            else f"the base and task files take less from {even} such tasks on"
-        )
+        header = ["task", "file", "network", "file / network", "pays from"]
         bad = [f"not counted: {', '.join(self.left_out)}"] if self.left_out else []
         return "\n".join(
             [
-                table(["task", "file", "network", "file / network"], rows),
+                table(header, [self._row(cost) for cost in self.costs]),
                 f"on disk: {self.on_disk:,} bytes with the base ({self.base:,}), {self.networks:,} as networks",
                 f"in memory: {self.resident(1):,} bytes with one task ready, {self.resident():,} with all",
-                pays,
+                "pays from: with so many tasks like it, the base and task files take less than networks of their own",
+                *self._mix(),
                 *bad,
             ]
         )
+
+    def _row(self, cost: Cost) -> list[str]:
+        even = _pays_from(self.base, cost.network - cost.file)
+        share = f"{cost.file / cost.network:.1%}"
+        return [
+            cost.name,
+            f"{cost.file:,}",
+            f"{cost.network:,}",
+            share,
+            "never" if even is None else f"{even:,}",
+        ]
+
+    def _mix(self) -> list[str]:
+        """What comes of these tasks together, where there are several."""
+        if len(self.costs) < 2:
+            return []
+        even = self.break_even
+        pays = "never pays" if even is None else f"pays from {even:,} tasks on"
+        return [f"a mix like these {len(self.costs):,} tasks {pays}"]
+
+
+def _pays_from(base: int, saved: float) -> int | None:
+    """How many tasks that each save so many bytes outweigh the base."""
+    return None if saved <= 0 else math.floor(base / saved) + 1
 
 
 def report(listed: Sequence[Any], base: nn.Module | None) -> Report:

@@ -11,14 +11,35 @@
 
   const tipped = (node) => (node instanceof Element ? node.closest("[aria-label].point, [aria-label].tipped") : null);
 
+  const centre = (mark) => {
+    const box = mark.getBoundingClientRect();
+    return [box.left + box.width / 2, box.top + box.height / 2];
+  };
+
+  // all points that lie where this one does, the upper ones first
+  function stack(mark) {
+    if (!mark.matches(".dot")) return [mark];
+    const [x, y] = centre(mark);
+    const near = all(".dot.point", mark.closest("svg")).filter((other) => {
+      const [a, b] = centre(other);
+      return Math.hypot(a - x, b - y) < 4;
+    });
+    return near.reverse();
+  }
+
+  function said(mark) {
+    return mark.getAttribute("aria-label").split("\n").map((line, place) => {
+      const row = document.createElement("div");
+      row.textContent = line;
+      row.className = place ? "" : "first";
+      return row;
+    });
+  }
+
   function showTip(mark, x, y) {
-    tip.replaceChildren(
-      ...mark.getAttribute("aria-label").split("\n").map((line) => {
-        const row = document.createElement("div");
-        row.textContent = line;
-        return row;
-      }),
-    );
+    const marks = stack(mark);
+    tip.replaceChildren(...marks.slice(0, 5).flatMap(said));
+    if (marks.length > 5) tip.append(`and ${marks.length - 5} more`);
     tip.hidden = false;
     const box = tip.getBoundingClientRect();
     const left = Math.max(6, Math.min(x + 14, document.documentElement.clientWidth - box.width - 6));
@@ -168,12 +189,20 @@
     }
   }
 
+  // a click on points that lie on each other goes to the next one each time; keys reach each by itself
+  function chosenOf(point, byPointer) {
+    if (!byPointer) return point.dataset.task;
+    const keys = [...new Set(stack(point).map((mark) => mark.dataset.task).filter(Boolean))];
+    const at = keys.indexOf(state.task.key);
+    return at < 0 ? point.dataset.task : keys[(at + 1) % keys.length];
+  }
+
   document.addEventListener("click", (event) => {
     const point = event.target instanceof Element ? event.target.closest(".point[data-task]") : null;
     if (!point) return;
     stop();
     state.from = point;
-    choose(data.tasks[index.get(point.dataset.task)], { go: true });
+    choose(data.tasks[index.get(chosenOf(point, event.detail > 0))], { go: true });
   });
 
   document.addEventListener("focusin", (event) => {
