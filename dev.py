@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[str, str, list[list[str]]]] = {
         "cli",
         [["-m", "spalier", "demo"]],
     ),
-    "test": ("run the tests", "test", [["-m", "pytest", "-n", "2", "-m", "not slow"]]),
+    "test": ("run the tests", "test", [["-m", "pytest", "-n", "2", "--dist", "loadscope", "-m", "not slow"]]),
     "slow": ("run the slow tests", "test", [["-m", "pytest", "-m", "slow"]]),
     "docs": ("build the site into site/", "docs", [["-m", "mkdocs", "build", "--strict"]]),
     "check": (

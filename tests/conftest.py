@@ -4,6 +4,8 @@ import pytest
 import torch
 import torchvision_ops
 
+collect_ignore_glob = ["conftest.py", "*/conftest.py"]  # they hold no doctests, and share a name
+
 torchvision_ops.declare()  # before anything imports torchvision
 torch.set_num_threads(1)  # tests run side by side, and training repeats whatever the number of cores
 

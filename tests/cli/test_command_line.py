@@ -107,6 +107,8 @@ def test_examples_are_commands_that_exist(name):
 
 def test_exit_codes_are_documented(spalier):
     shown = spalier("--help").out
+    table = re.findall(r"^\| (\d+) \|", (ROOT / "docs/cli.md").read_text(), re.MULTILINE)
+    assert [int(code) for code in table] == list(EXIT_CODES)
     for code, meaning in EXIT_CODES.items():
         assert f"{code}  {meaning}" in shown
 

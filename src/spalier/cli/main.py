@@ -96,12 +96,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (KeyboardInterrupt, click.Abort):
             return interrupted(state)
         except BrokenPipeError:  # whoever read has enough, as `head` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _close_output_()
             return 1
         except SpalierError as error:
             return failed(error, error.code, state)
         except Exception as error:
+            if isinstance(error, OSError) and error.filename is None and not state.interrupted:
+                _close_output_()
             return interrupted(state) if state.interrupted else failed(error, "unexpected", state)
+
+
+def _close_output_() -> None:
+    """What is left to be written cannot be; nobody is to try again at the end."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _open_streams_() -> None:
