@@ -179,7 +179,7 @@ def _learn(folder: Path, seed: int, say: Say) -> dict[tuple[str, Method], Result
                 weights=str((folder / "base.safetensors").absolute()),
                 data="digits",
                 classes=tuple(classes),
-                limit=600,
+                limit=1000,
                 densities=DENSITIES,
                 epochs=5,
                 epochs_each=3,
