@@ -90,6 +90,7 @@ BAD = [
     ({"budget": "bytes"}, "densities has to list them"),
     ({"budget": "bytes", "densities": (0.5,)}, "whole numbers of bytes"),
     ({"select": {"channels": 0.5}}, "select has 'channels'"),
+    ({"network_options": {"classes": 3}}, "network_options has 'classes'"),
     ({"adapter": {"kernal": "full"}}, "adapter has settings that splora does not take"),
     ({"method": "fine-pruning", "adapter": {"cap": True}}, "fine-pruning does not take"),
     ({"labels": False}, "there has to be a teacher"),

@@ -75,15 +75,7 @@ def open_base(
     found = base if base is not None else _beside(files)
     config = run_of(found)
     if config is None:
-        given = dict(map(_pair, options))
-        taken = sorted({"name", "classes", "weights", "seed"} & set(given))
-        if taken:
-            raise click.UsageError(
-                f"{taken[0]} is no option of a network; there is --{taken[0]}."
-                if taken[0] in ("classes", "weights")
-                else f"{taken[0]} is no option of a network."
-            )
-        return open_network(found, classes=classes, weights=weights, **given)
+        return open_network(found, classes=classes, weights=weights, **_options(options))
     if options:
         raise click.UsageError(f"--option is for a network's name, and {found} is a run, which has options.")
     if config.network.startswith("given:"):
@@ -102,6 +94,16 @@ def open_base(
         seed=config.seed,
         **config.network_options,
     )
+
+
+def _options(given: Sequence[str]) -> dict[str, Any]:
+    """What else a network's constructor takes."""
+    found = dict(map(_pair, given))
+    for name in ("name", "seed", "classes", "weights"):
+        if name in found:
+            instead = f"; there is --{name}" if name in ("classes", "weights") else ""
+            raise click.UsageError(f"{name} is no option of a network{instead}.")
+    return found
 
 
 def run_beside(file: Path) -> str:

@@ -310,6 +310,9 @@ def _check(config: Settings) -> None:
     unknown = sorted(set(config.select) - set(SELECT_OPTIONS))
     if unknown:
         raise ConfigError(f"select has {unknown[0]!r}, expected some of {', '.join(SELECT_OPTIONS)}")
+    told = sorted({"name", "classes", "weights", "seed"} & set(config.network_options))
+    if told:
+        raise ConfigError(f"network_options has {told[0]!r}, which is a setting of the run; set it there")
     _check_densities(config)
     if not config.labels and not config.distill:
         raise ConfigError(
