@@ -204,6 +204,19 @@ def no_handler():
     signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
 
 
+@pytest.mark.parametrize("error", [EOFError(), ConnectionResetError(104, "Connection reset by peer")])
+def test_a_worker_that_dies_while_it_hands_a_batch_over(error):
+    """It was told to end in the middle of that: seen once in a long while."""
+    loader = Loader(Data.of(Deadly(99, os.getpid())).train, batch=5, workers=1)
+
+    def broken():
+        raise error
+        yield
+
+    with pytest.raises(DataError, match="a data-loader worker died"):
+        loader._next(broken())
+
+
 @pytest.mark.usefixtures("no_handler")
 @pytest.mark.skipif(os.name == "nt", reason="needs signals")
 def test_a_dead_worker_is_an_error_that_helps():

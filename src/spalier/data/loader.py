@@ -185,13 +185,13 @@ def _explained(loader: Loader) -> Iterator[None]:
     """Turn what PyTorch says of a dead worker into our error; the loader starts anew after it."""
     try:
         yield
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, EOFError) as error:  # EOFError: it died while it handed a batch over
         if isinstance(error, RuntimeError) and "worker" not in str(error):
             raise
-        ends = _ends(loader)
+        ends = _ends(loader) or str(error).partition("\n")[0] or type(error).__name__
         loader.close()
         raise DataError(
-            f"a data-loader worker died ({ends or str(error).splitlines()[0]}); memory may have run out, /dev/shm may "
+            f"a data-loader worker died ({ends}); memory may have run out, /dev/shm may "
             f"be too small, or the data set's own code crashed: pass fewer than {loader.workers} workers (0 runs "
             "everything in this process and shows the crash), or give the machine more (shared) memory"
         ) from error
