@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_hub import FakeHub
+from huggingface_hub import constants
 
 ROOT = Path(__file__).resolve().parents[1]
 ELSEWHERE = {"docs/data.md": "tests/data", "docs/integrations.md": "tests/integrations"}
@@ -44,7 +45,6 @@ def blocks(page):
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """The hub that commands talk to."""
-    constants = pytest.importorskip("huggingface_hub.constants")
     with FakeHub() as served:
         for name, value in {
             "ENDPOINT": served.address,

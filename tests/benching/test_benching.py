@@ -253,7 +253,6 @@ def test_compiled_for_real(base, task):
 
 
 def test_onnxruntime_for_real(base, task):
-    pytest.importorskip("onnxruntime")
     found = bench(base, [task], IMAGE, **{**QUICK, "batches": (2,), "backends": ("onnxruntime", "eager")})
     assert [t.backend for t in found.timings] == ["eager"] * 2 + ["onnxruntime"] * 2
     assert all(not t.problem and len(t.seconds) == 6 for t in found.timings)

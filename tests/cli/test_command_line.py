@@ -156,7 +156,6 @@ def test_wrong_usage(arguments, words, spalier, own_logs, tmp_path, monkeypatch)
         (["train", "--folder", "new", "--rank", "0"], "rank"),
         (["train", "--folder", "new", "--data", "digit"], "digits"),
         (["task", "info", "absent.task.safetensors"], "absent.task.safetensors"),
-        (["task", "list", "."], ""),
         (["report", "."], "expected"),
         (["eval", ".", "--base", "resnet8"], "no task files"),
         (["trace", ".", "--shape", "3,8,8"], "without a run in it"),
@@ -168,9 +167,6 @@ def test_errors_are_one_line_with_a_log(arguments, words, spalier, own_logs, tmp
     monkeypatch.chdir(tmp_path)
     Path("empty.yaml").write_text("# nothing yet\n")
     called = spalier(*arguments)
-    if arguments[:2] == ["task", "list"]:  # an empty folder is an empty store
-        assert called.code == 0
-        return
     assert called.code == 1
     lines = [line for line in called.err.splitlines() if not line.startswith("note: ")]
     assert len(lines) == 1
@@ -181,6 +177,12 @@ def test_errors_are_one_line_with_a_log(arguments, words, spalier, own_logs, tmp
     assert f"$ spalier {' '.join(arguments)}" in written
     assert "Traceback" in written
     assert package.__version__ in written
+
+
+def test_an_empty_folder_is_an_empty_store(spalier, tmp_path):
+    called = spalier("task", "list", tmp_path, "--json")
+    assert called.code == 0
+    assert called.json == {"tasks": []}
 
 
 def test_errors_as_json(spalier, own_logs):

@@ -56,6 +56,8 @@ def report(state: State, folder: str, out: str | None, figures: str | None) -> N
     """Make one page of a FOLDER: a run, a sweep, a store of tasks, or a folder of runs. It needs no network."""
     from spalier.reporting.write import report as write
 
+    if figures:
+        state.note("drawing every figure three times: SVG, PNG, CSV")
     path = write(folder, out, figures=figures)
     made = sorted(str(file) for file in Path(figures).iterdir()) if figures else []
     more = f"\nfigures: {figures} ({len(made)} files)" if figures else ""

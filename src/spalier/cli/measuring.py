@@ -71,7 +71,7 @@ def bench(
     from spalier.benching.measuring import bench as measure
 
     files = task_files(tasks)
-    net = open_base(base, files, **network)
+    net = open_base(base, **network)
     found = named(files)
     torch.manual_seed(0)
     example = torch.randn(1, *shape_of(shape, list(found.values())))

@@ -63,16 +63,17 @@ _NETWORK_OPTIONS: tuple[Callable[[Any], Any], ...] = (
 
 def open_base(
     base: str | None,
-    files: Sequence[Path] = (),
+    file: Path | None = None,
     *,
     weights: str | None = None,
     classes: int | None = None,
     options: Sequence[str] = (),
 ) -> nn.Module:
-    """The network that a command is about."""
+    """The network that a command is about: as it is named, or that of the run which a task's file lies in."""
     from spalier.networks import open_network
 
-    found = base if base is not None else _beside(files)
+    found = base if base is not None or file is None else run_beside(file)
+    assert found is not None
     config = run_of(found)
     if config is None:
         return open_network(found, classes=classes, weights=weights, **_options(options))
@@ -121,16 +122,6 @@ def run_beside(file: Path) -> str:
             f"--base {folder}."
         )
     return str(folder)
-
-
-def _beside(files: Sequence[Path]) -> str:
-    """The one run that all of some tasks lie in."""
-    runs = sorted({run_beside(file) for file in files})
-    if len(runs) != 1:
-        raise click.UsageError(
-            f"the tasks lie in {len(runs)} runs, which may have several bases; pass one run's tasks, or --base."
-        )
-    return runs[0]
 
 
 def run_of(text: str) -> Settings | None:

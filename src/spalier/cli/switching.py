@@ -46,7 +46,7 @@ def switch(
     from spalier.tasks.switcher import Switcher
 
     files = task_files([store])
-    net = open_base(base, files, **network)
+    net = open_base(base, files[0], **network)
     switcher = Switcher(net, files[0].parent)
     names = [file.name.removesuffix(".task.safetensors") for file in files]
     _rehearse(net, files, base, data, shape)

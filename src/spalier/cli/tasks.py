@@ -84,7 +84,7 @@ def verify(state: State, tasks: tuple[str, ...], base: str | None, **network: An
     from spalier.tasks.task import Task
 
     files = task_files(tasks)
-    net = None if base is None else open_base(base, files, **network)
+    net = None if base is None else open_base(base, **network)
     rows = []
     for file in files:
         error = None
@@ -242,7 +242,7 @@ def _built(
 ) -> tuple[Any, nn.Module, nn.Module]:
     file = _one(task)
     found = load(file)
-    net = open_base(base, [file], **network)
+    net = open_base(base, file, **network)
     return found, net, found.build(net, fold=fold)
 
 
