@@ -32,6 +32,11 @@ COMMANDS: dict[str, tuple[str, str, list[list[str]]]] = {
         "test",
         [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."], ["-m", "mypy"]],
     ),
+    "paper": (
+        "run the paper's experiments: paper --help",
+        "train",
+        [["experiments/paper/run.py"]],
+    ),
     "bench": ("measure a training step against the peers", "bench", [["benchmarks/training_step.py"]]),
     "bench-structure": (
         "measure trace and prune_ against Torch-Pruning",

@@ -1,0 +1,248 @@
+"""Carrying cells out: each once, by whichever process gets to it first, with its results in a file of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cells import Cell
+from protocol import Protocol, weights_of
+from released import Released
+from torch import Tensor
+
+import spalier as sp
+from spalier.data.augment import Ints
+from spalier.data.data import Data
+from spalier.data.open import open_data
+from spalier.data.part import Part
+from spalier.runs import run as running
+from spalier.runs.engine import Engine
+from spalier.runs.folder import RunFolder
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+_OF_DATA = ("size", "limit", "validation")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where everything is."""
+
+    protocol: Protocol
+    data: Path
+    weights: Path
+    work: Path
+    """Folders of runs: checkpoints and task files."""
+    results: Path
+    """One JSON file for each cell."""
+
+
+class _FirstBlock(Engine):
+    """A run that ends before its first prune, with a checkpoint to go on from."""
+
+    def _score_(self) -> None:
+        raise _Reached
+
+
+class _Reached(Exception):
+    """The first block is done."""
+
+
+def carry_out(cells: Sequence[Cell], place: Place) -> list[Cell]:
+    """Every cell that has no results yet; those that are left, since other processes work on them or what they need."""
+    left = list(cells)
+    while left:
+        before, left = left, [cell for cell in left if not _is_done(cell, place)]
+        if len(left) == len(before):
+            break
+    return left
+
+
+def _is_done(cell: Cell, place: Place) -> bool:
+    """Carry a cell out, unless it is done; False where another process is in the way."""
+    file = place.results / f"{cell.name}.json"
+    if file.exists():
+        return True
+    try:
+        rows = rows_of(cell, place)
+    except sp.errors.RunError as error:
+        if error.code != "busy":
+            raise
+        return False
+    _write(file, record(cell, place, rows))
+    if cell.masks == "released":
+        shutil.rmtree(place.work / cell.name)  # its task files cannot tell what was set to zero
+    print(cell.name, ", ".join(f"{row['target']:g}: {row['test']:.1%}" for row in rows), flush=True)
+    return True
+
+
+def rows_of(cell: Cell, place: Place) -> list[dict[str, Any]]:
+    """Run a cell, or go on with it: what came out, a row for each density."""
+    data, first = samples_of(cell, place), config_of(cell, place)
+    folder = place.work / cell.name
+    if not first.targets():
+        return list(first.run(folder, data=data, progress=False).rows)
+    trunk = first_block(first, place.work / cell.trunk_name, data)
+    config = first.with_(**cell.after)
+    if cell.teacher:
+        config = config.with_(**_teaching(cell, place, trunk))
+    if config.start is None:
+        _branch(trunk, folder, config.with_(data=f"given:{data.name}"))
+    with _engine(Released if cell.masks == "released" else Engine):
+        return list(config.run(folder, data=data, progress=False).rows)
+
+
+def samples_of(cell: Cell, place: Place) -> Data:
+    """The cell's data, opened once in a process; of the test images as many as the scale looks at."""
+    asked = {name: cell.before[name] for name in _OF_DATA if name in cell.before}
+    data = _opened(cell.data, str(place.data), json.dumps(asked), cell.seed)
+    count = place.protocol.tested.get(cell.data)
+    if count is None or data.test is None:
+        return data
+    return replace(data, test=Evenly(data.test, count), digest=f"{data.digest}, {count} to test")
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(name: str, folder: str, asked: str, seed: int) -> Data:
+    return open_data(name, folder=folder, seed=seed, **json.loads(asked))
+
+
+class Evenly:
+    """Some of the samples of a part, evenly spread over it."""
+
+    def __init__(self, part: Part, count: int) -> None:
+        self.part, self.rows = part, np.linspace(0, len(part), count, endpoint=False).astype(np.int64)
+        self.labels, self.augment = part.labels[self.rows], part.augment
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def fetch(
+        self, indices: Ints, epoch: int | None, *, seed: int = 0, augment: str = "own"
+    ) -> tuple[Tensor, Tensor]:
+        """Images and labels of these samples."""
+        return self.part.fetch(self.rows[indices], epoch, seed=seed, augment=augment)
+
+
+def config_of(cell: Cell, place: Place) -> sp.TransferPruning:
+    """The settings of a cell's first block."""
+    own = {name: value for name, value in cell.before.items() if name not in _OF_DATA}
+    return sp.TransferPruning(**{**own, "weights": str(weights_of(place.protocol, place.weights, cell.data))})
+
+
+def first_block(config: sp.TransferPruning, folder: Path, data: Data) -> Path:
+    """The folder of a run that has ended its first block and pruned nothing yet."""
+    done = folder / "blocks" / "00.json"
+    if not done.exists():
+        with _engine(_FirstBlock), contextlib.suppress(_Reached):
+            config.run(folder, data=data, progress=False)
+    return folder
+
+
+def _teaching(cell: Cell, place: Place, trunk: Path) -> dict[str, Any]:
+    """Settings of a run with a teacher. One with a teacher of its own from the start has no first block."""
+    if cell.teacher == cell.trunk:
+        return {"distill": "self"}
+    teacher = place.work / f"{cell.data}-{cell.teacher}-seed{cell.seed}"
+    if not (teacher / "blocks" / "00.json").exists():
+        raise sp.errors.RunError(
+            "busy", f"{cell.name} learns from {teacher.name}, which has to be there first"
+        )
+    name = f"{cell.data}-100.task.safetensors"
+    return {"start": str(trunk / "tasks" / name), "distill": str(teacher / "tasks" / name)}
+
+
+def _branch(trunk: Path, folder: Path, config: sp.TransferPruning) -> None:
+    """A run's folder as it is when its first block is done, from that of a run that began alike.
+
+    Up to there a run depends on nothing that tells the two apart, and its checkpoint holds all that it goes on from.
+    """
+    if folder.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    making = tempfile.TemporaryDirectory(dir=folder.parent, prefix=".branch-")
+    with RunFolder(trunk).locked(), making as made:
+        copy = Path(made) / folder.name
+        shutil.copytree(trunk, copy, ignore=shutil.ignore_patterns(".lock"))
+        RunFolder(copy).write(copy / "run.yaml", config.to_yaml().encode())
+        with contextlib.suppress(OSError):  # another process was first
+            copy.rename(folder)
+
+
+@contextlib.contextmanager
+def _engine(engine: type[Engine]) -> Iterator[None]:
+    """Runs of another engine than Spalier's own."""
+    setattr(running, "Engine", engine)  # noqa: B010  # mypy takes modules for constant
+    try:
+        yield
+    finally:
+        setattr(running, "Engine", Engine)  # noqa: B010
+
+
+# -- what is written down ---------------------------------------------------------------------------------------------
+
+
+def record(cell: Cell, place: Place, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A cell's results, with all that is needed to make them again; no paths of this machine."""
+    settings = {**cell.before, **cell.after}
+    return {
+        "cell": cell.name,
+        "scale": place.protocol.scale,
+        "labels": dict(cell.labels),
+        "masks": cell.masks,
+        "teacher": cell.teacher,
+        "settings": json.loads(json.dumps(settings)),
+        "tested": len(samples_of(cell, place).test or ()),
+        "rows": list(rows),
+        "commit": _commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": machine(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def _commit() -> str:
+    """The commit of this project that the code is of; marked where files differ from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(HERE), *words], capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "../../src", ".")
+    return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
+    partial.replace(path)

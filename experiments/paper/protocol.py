@@ -1,0 +1,149 @@
+"""The two scales of the experiments: the paper's protocol, and one that fits two processor cores.
+
+What differs between them is here and nowhere else: networks, data, epochs, rates, how many seeds, and how much of each
+experiment is gone through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import spalier as sp
+
+Scale = Literal["full", "mini"]
+PAPERS = ("taylor", "weight", "gradient", "lrp")
+WEIGHTS = "SPALIER_WEIGHTS"
+IMAGENET = "https://download.pytorch.org/models/resnet50-0676ba61.pth"
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """All that a scale decides."""
+
+    scale: Scale
+    shared: Mapping[str, Any]
+    """Settings of every run."""
+    sets: Mapping[str, Mapping[str, Any]]
+    """Settings by data set."""
+    rates: Mapping[str, Mapping[str, float]]
+    """Learning rates by data set and method."""
+    downloads: Mapping[str, str]
+    """Where weights come from, by the name of their file."""
+    tested: Mapping[str, int]
+    """How many of the test images are looked at, where that is not all."""
+    seeds: Sequence[int]
+    criteria: Mapping[str, Sequence[str]]
+    """What the table goes through, by data set."""
+    ablation_ranks: Sequence[int]
+    ablation_inits: Sequence[float]
+    whole_kernel: Sequence[int]
+    """Ranks of adapters of the whole kernel."""
+    shown: Sequence[float] = (1.0, 0.5, 0.3, 0.1)
+    """The densities that tables show."""
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        """The data sets."""
+        return tuple(self.sets)
+
+    def settings(self, data: str, method: str) -> dict[str, Any]:
+        """What a run on these data is given; weights by the name of their file."""
+        return {
+            **self.shared,
+            **self.sets[data],
+            "data": data,
+            "rate": self.rates[data][method],
+            "trackers": (),
+        }
+
+    def epochs(self, settings: Mapping[str, Any]) -> int:
+        """How many epochs a run has, from its first block to its last density."""
+        config = sp.TransferPruning(**{k: v for k, v in settings.items() if k != "weights"})
+        return sum(config.epochs_of(block) for block in range(len(config.targets()) + 1))
+
+
+def protocol_of(scale: Scale) -> Protocol:
+    """The protocol of a scale."""
+    return FULL if scale == "full" else MINI
+
+
+def weights_of(protocol: Protocol, folder: Path, data: str) -> Path:
+    """The file of pretrained weights for runs on these data; an error that says where to get it, if it is not there."""
+    name = str(protocol.sets[data]["weights"])
+    if not (folder / name).is_file():
+        raise sp.errors.WeightsError(
+            f"{folder / name} is not there; expected {protocol.downloads[name]}: put it there, or name the folder that "
+            f"has it by --weights or the variable {WEIGHTS}"
+        )
+    return folder / name
+
+
+_PAPERS_RATE = {"fine-pruning": 0.01, "splora": 0.01}
+_PAPERS_NETWORK = {"network": "resnet50", "weights": "resnet50-0676ba61.pth"}
+FULL = Protocol(
+    scale="full",
+    shared={"recipe": "paper", "validation": 0.0},
+    sets={
+        "cifar10": {**_PAPERS_NETWORK, "size": 32, "batch": 64},
+        "flowers102": {**_PAPERS_NETWORK, "size": 224, "batch": 32},
+        "catsanddogs": {**_PAPERS_NETWORK, "size": 224, "batch": 32},
+    },
+    rates={"cifar10": _PAPERS_RATE, "flowers102": _PAPERS_RATE, "catsanddogs": _PAPERS_RATE},
+    downloads={"resnet50-0676ba61.pth": f"torchvision's ResNet-50 of ImageNet (IMAGENET1K_V1), {IMAGENET}"},
+    tested={},
+    seeds=(0, 1, 2),
+    criteria=dict.fromkeys(("cifar10", "flowers102", "catsanddogs"), (*PAPERS, "random")),
+    ablation_ranks=(1, 2, 4, 8, 16, 32, 64),
+    ablation_inits=(1e-6, 1e-5, 1e-4, 1e-3, 1e-2),
+    whole_kernel=(1, 2, 8),
+)
+_STEPS = {"densities": (0.7, 0.5, 0.3, 0.2, 0.1)}
+_IMAGENET_AT_64 = {
+    "network": "resnet50",
+    "network_options": {"stem": "imagenet", "stride_on": "conv1"},
+    "weights": "resnet50-imagenet-caffe.fp16.safetensors",
+    "size": 64,
+    "batch": 32,
+}
+MINI = Protocol(
+    scale="mini",
+    shared={
+        "recipe": "paper",
+        "validation": 0.0,
+        "scale_rate": False,
+        "rates": "cosine",  # steps of a fifth after each quarter would leave only that quarter to learn
+        "score_samples": 256,
+        **_STEPS,
+    },
+    sets={
+        "cifar10": {
+            "network": "networks:resnet20",
+            "weights": "resnet20-cifar100.safetensors",
+            "limit": 2000,
+            "batch": 64,
+            "epochs": 4,
+            "epochs_each": 2,
+            "epochs_last": 6,
+        },
+        "flowers102": {**_IMAGENET_AT_64, "epochs": 4, "epochs_each": 2, "epochs_last": 4},
+        "catsanddogs": {**_IMAGENET_AT_64, "epochs": 2, "epochs_each": 1, "epochs_last": 2},
+    },
+    rates={
+        "cifar10": {"fine-pruning": 0.02, "splora": 0.05},
+        "flowers102": {"fine-pruning": 0.02, "splora": 0.1},
+        "catsanddogs": {"fine-pruning": 0.02, "splora": 0.1},
+    },
+    downloads={
+        "resnet20-cifar100.safetensors": "a ResNet-20 of CIFAR-100 with the layers of experiments/paper/networks.py",
+        "resnet50-imagenet-caffe.fp16.safetensors": "the Caffe ResNet-50 of ImageNet under torchvision's names",
+    },
+    tested={"cifar10": 2500},
+    seeds=(0, 1, 2),
+    criteria={"cifar10": (*PAPERS, "random"), "flowers102": ("taylor",), "catsanddogs": ("taylor",)},
+    ablation_ranks=(1, 8, 64),
+    ablation_inits=(1e-6, 1e-4, 1e-2),
+    whole_kernel=(1, 2, 8),
+)

@@ -1,0 +1,76 @@
+"""The experiments of the paper, one command each.
+
+    python3 dev.py paper table --scale mini
+    python3 dev.py paper all --scale mini
+
+Every cell is a run; it is carried out once, and its results become a file of its own. Started in several processes,
+they share the work: a cell that another one works on is left to it. One that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import torch  # noqa: E402
+from carry_out import RESULTS, Place, carry_out  # noqa: E402
+from cells import experiments, in_order  # noqa: E402
+from protocol import WEIGHTS, protocol_of  # noqa: E402
+
+import spalier as sp  # noqa: E402
+
+
+def main(words: list[str] | None = None) -> int:
+    """Carry out what the command line asks for."""
+    asked = _parser().parse_args(words)
+    torch.set_num_threads(asked.threads)
+    place = Place(
+        protocol_of(asked.scale),
+        Path(asked.data),
+        Path(asked.weights),
+        Path(asked.work) / asked.scale,
+        Path(asked.results) / asked.scale,
+    )
+    found = experiments(place.protocol)
+    cells = in_order(found if asked.experiment == "all" else {asked.experiment: found[asked.experiment]})
+    cells = [cell for cell in cells if asked.only in cell.name]
+    if asked.list:
+        for cell in cells:
+            print(cell.name)
+        return 0
+    try:
+        left = carry_out(cells, place)
+    except sp.SpalierError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for cell in left:
+        print(f"left to another process: {cell.name}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = ["all", *experiments(protocol_of("mini"))]
+    parser.add_argument("experiment", choices=names)
+    parser.add_argument("--scale", choices=["full", "mini"], default="mini")
+    parser.add_argument("--data", default=os.environ.get("SPALIER_DATA", "data"), help="folder of data sets")
+    parser.add_argument(
+        "--weights", default=os.environ.get(WEIGHTS, "weights"), help="folder of pretrained weights"
+    )
+    parser.add_argument("--work", default="paper-runs", help="folder for the runs")
+    parser.add_argument("--results", default=str(RESULTS), help="folder for the results of cells")
+    parser.add_argument("--only", default="", help="only cells whose names contain this")
+    parser.add_argument("--threads", type=int, default=1, help="threads of this process")
+    parser.add_argument("--list", action="store_true", help="name the cells, and run none")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

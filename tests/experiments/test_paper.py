@@ -1,0 +1,100 @@
+"""The experiments of the paper, on digits: the smallest cells, from end to end."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import carry_out
+import pytest
+import torch
+from carry_out import Place, config_of, samples_of
+from cells import _cell
+from protocol import MINI
+from safetensors.torch import save_file
+
+import spalier as sp
+
+TINY = replace(
+    MINI,
+    shared={
+        "recipe": "paper",
+        "scale_rate": False,
+        "rates": "cosine",
+        "densities": (0.6, 0.3),
+        "score_samples": 32,
+    },
+    sets={
+        "digits": {
+            "network": "resnet8",
+            "network_options": {"width": 4},
+            "weights": "tiny.safetensors",
+            "limit": 64,
+            "batch": 32,
+            "epochs": 1,
+            "epochs_each": 1,
+        }
+    },
+    rates={"digits": {"fine-pruning": 0.02, "splora": 0.1}},
+    downloads={"tiny.safetensors": "nothing that can be downloaded"},
+    tested={"digits": 50},
+    seeds=(0,),
+    criteria={"digits": ("taylor",)},
+)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    torch.manual_seed(0)
+    save_file(sp.models.resnet8(10, 4).state_dict(), tmp_path / "tiny.safetensors")
+    return Place(TINY, tmp_path, tmp_path, tmp_path / "work", tmp_path / "results")
+
+
+def _measured(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    timed = ("latency_ms", "seconds")
+    return [{name: value for name, value in row.items() if name not in timed} for row in rows]
+
+
+def test_a_cell_from_end_to_end(place: Place) -> None:
+    cell = _cell(TINY, "digits", "r8", 0)
+    assert carry_out.carry_out([cell], place) == []
+    found = json.loads((place.results / f"{cell.name}.json").read_text())
+    assert [row["target"] for row in found["rows"]] == [1.0, 0.6, 0.3]
+    assert found["tested"] == 50
+    assert all(
+        0 <= row["test"] <= 1 and round(row["test"] * 50) == pytest.approx(row["test"] * 50)
+        for row in found["rows"]
+    )
+    assert found["settings"]["rank"] == 8
+    assert found["settings"]["weights"] == "tiny.safetensors"
+    assert str(place.work) not in json.dumps(found)
+    assert {"commit", "machine", "scale", "labels"} <= set(found)
+
+
+def test_a_cell_that_shares_its_first_block_is_the_run_that_does_not(place: Place, tmp_path: Path) -> None:
+    shared = [
+        carry_out.rows_of(_cell(TINY, "digits", "r8", 0, criterion=name), place)
+        for name in ("weight", "taylor")
+    ]
+    cell = _cell(TINY, "digits", "r8", 0)
+    whole = (
+        config_of(cell, place)
+        .with_(**cell.after)
+        .run(tmp_path / "whole", data=samples_of(cell, place), progress=False)
+    )
+    assert _measured(shared[1]) == _measured(list(whole.rows))
+    assert shared[0][0]["test"] == shared[1][0]["test"]
+
+
+def test_released_filters_are_alive_again(place: Place) -> None:
+    rows = {
+        name: carry_out.rows_of(_cell(TINY, "digits", name, 0, variant="released", masks="released"), place)
+        for name in ("fine-pruning", "r8")
+    }
+    for name, found in rows.items():
+        assert [row["channels"] for row in found] == [1.0, 1.0, 1.0]
+        assert 0 < found[1]["pruned"] < found[2]["pruned"]
+        assert all(0 < row["alive"] <= row["pruned"] for row in found[1:])
+        assert all(0 <= row["test_removed"] <= 1 for row in found[1:]), name
+    assert rows["r8"][2]["alive"] == rows["r8"][2]["pruned"]  # its adapter was never masked
