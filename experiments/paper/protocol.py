@@ -143,7 +143,7 @@ MINI = Protocol(
     tested={"cifar10": 2500},
     seeds=(0, 1, 2),
     criteria={"cifar10": (*PAPERS, "random"), "flowers102": ("taylor",), "catsanddogs": ("taylor",)},
-    ablation_ranks=(1, 8, 64),
+    ablation_ranks=(8,),
     ablation_inits=(1e-6, 1e-4, 1e-2),
-    whole_kernel=(1, 2, 8),
+    whole_kernel=(2, 8),
 )

@@ -38,7 +38,7 @@ def main(words: list[str] | None = None) -> int:
     )
     found = experiments(place.protocol)
     cells = in_order(found if asked.experiment == "all" else {asked.experiment: found[asked.experiment]})
-    cells = [cell for cell in cells if asked.only in cell.name]
+    cells = [cell for cell in cells if all(part in cell.name for part in asked.only)]
     if asked.list:
         for cell in cells:
             print(cell.name)
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--work", default="paper-runs", help="folder for the runs")
     parser.add_argument("--results", default=str(RESULTS), help="folder for the results of cells")
-    parser.add_argument("--only", default="", help="only cells whose names contain this")
+    parser.add_argument("--only", nargs="+", default=[], help="only cells whose names contain all of this")
     parser.add_argument("--threads", type=int, default=1, help="threads of this process")
     parser.add_argument("--list", action="store_true", help="name the cells, and run none")
     return parser

@@ -1,0 +1,61 @@
+"""What came out: the cells' results, found by what tells them apart."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A number over seeds."""
+
+    value: float
+    deviation: float | None
+    """With n - 1; None for one seed."""
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.1f}" if self.deviation is None else f"{self.value:.1f} ± {self.deviation:.1f}"
+
+
+class Found:
+    """The results of all cells in a folder."""
+
+    def __init__(self, cells: Sequence[dict[str, Any]]) -> None:
+        self.cells = sorted(cells, key=lambda cell: str(cell["cell"]))
+
+    @classmethod
+    def load(cls, folder: Path) -> Found:
+        """Those of a folder; files that are no cells' are left aside."""
+        read = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+        return cls([each for each in read if "cell" in each])
+
+    def pick(self, **labels: Any) -> Iterator[dict[str, Any]]:
+        """Cells with these labels; variant, kernel and init_range are the table's where they are not named."""
+        wanted = {"variant": "", "kernel": "center", "init_range": 1e-4, **labels}
+        for cell in self.cells:
+            told = {"kernel": "center", "init_range": 1e-4, **cell["labels"]}
+            if all(value is ... or told[name] == value for name, value in wanted.items()):
+                yield cell
+
+    def rows(self, target: float, **labels: Any) -> list[dict[str, Any]]:
+        """Their rows at a density, one for each seed."""
+        return [row for cell in self.pick(**labels) for row in cell["rows"] if row["target"] == target]
+
+    def mean(self, target: float, number: str = "test", *, scale: float = 100, **labels: Any) -> Mean | None:
+        """A number at a density, over seeds; accuracies in per cent. None where there is no such cell."""
+        values = [scale * row[number] for row in self.rows(target, **labels) if row.get(number) is not None]
+        return mean(values)
+
+
+def mean(values: Sequence[float]) -> Mean | None:
+    """None of nothing."""
+    if not values:
+        return None
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return Mean(statistics.fmean(values), deviation, len(values))

@@ -1,0 +1,403 @@
+"""The tables of docs/paper.md, from the cells' results and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from cells import CRITERIA, METHODS, RANKS
+from protocol import Protocol
+
+import papers
+from found import Found, Mean, mean
+
+NAMES = {"fine-pruning": "fine-pruning", "r32": "SPLoRA r32", "r8": "SPLoRA r8"}
+DATA = {"cifar10": "CIFAR-10", "flowers102": "Flowers 102", "catsanddogs": "Cats & Dogs"}
+
+
+def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Mean | None) -> str:
+    return "" if value is None else str(value)
+
+
+def _whole(value: Mean | None) -> str:
+    return "" if value is None else f"{value.value:,.0f}"
+
+
+def _percent(density: float) -> str:
+    return f"{100 * density:g}%"
+
+
+def _stated(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}"
+
+
+# -- the main table ---------------------------------------------------------------------------------------------------
+
+
+def main_table(found: Found, protocol: Protocol) -> str:
+    """Accuracies on all data sets, ours beside the paper's."""
+    titles = ["criterion", "learning", "channels"]
+    for data in protocol.data:
+        titles += [DATA[data], "paper"]
+    rows = []
+    for learning in METHODS:
+        rows.append(["", NAMES[learning], "100%", *_accuracies(found, protocol, "taylor", learning, 1.0)])
+    for criterion in CRITERIA:
+        for learning in METHODS:
+            for density in protocol.shown[1:]:
+                cells = _accuracies(found, protocol, criterion, learning, density)
+                rows.append([criterion, NAMES[learning], _percent(density), *cells])
+    return markdown(titles, rows)
+
+
+def _accuracies(
+    found: Found, protocol: Protocol, criterion: str, learning: str, density: float
+) -> Iterator[str]:
+    for data in protocol.data:
+        yield _cell(found.mean(density, data=data, criterion=criterion, learning=learning))
+        yield _stated(papers.accuracy(criterion, learning, density, data))
+
+
+def size_table(found: Found, protocol: Protocol) -> str:
+    """What the networks of the table cost: learned, MACs, bytes; by Taylor."""
+    titles = ["data", "learning", "channels", "weights", "MACs", "learned", "task file, bytes"]
+    rows = []
+    for data in protocol.data:
+        for learning in METHODS:
+            for density in protocol.shown:
+                labels: dict[str, Any] = {"data": data, "criterion": "taylor", "learning": learning}
+                shares = [found.mean(density, name, **labels) for name in ("channels", "weights", "macs")]
+                if shares[0] is None:
+                    continue
+                sizes = [found.mean(density, name, scale=1, **labels) for name in ("learned", "bytes")]
+                rows.append([DATA[data], NAMES[learning], *(_share(s) for s in shares), *map(_whole, sizes)])
+    return markdown(titles, rows)
+
+
+def _share(value: Mean | None) -> str:
+    return "" if value is None else f"{value.value:.1f}%"
+
+
+def gain_table(found: Found, protocol: Protocol) -> str:
+    """SPLoRA's accuracy less fine-pruning's at the same channels, in points, seed by seed: what is left of +6.9."""
+    titles = [
+        "data",
+        "criterion",
+        "learning",
+        *(f"{_percent(d)}" for d in protocol.shown),
+        "the paper's, at 30%",
+        "at 10%",
+    ]
+    rows = []
+    for data in protocol.data:
+        for criterion in CRITERIA:
+            for learning in ("r32", "r8"):
+                gains = [_gain(found, density, data, criterion, learning) for density in protocol.shown]
+                if gains[-1] is None:
+                    continue
+                stated = [_stated_gain(data, criterion, learning, density) for density in (0.3, 0.1)]
+                rows.append([DATA[data], criterion, NAMES[learning], *map(_signed, gains), *stated])
+    return markdown(titles, rows)
+
+
+def _gain(
+    found: Found, density: float, data: str, criterion: str, learning: str, **other: Any
+) -> Mean | None:
+    """Differences between cells of the same seed."""
+    base = _by_seed(found, density, data=data, criterion=criterion, learning="fine-pruning", **other)
+    own = _by_seed(found, density, data=data, criterion=criterion, learning=learning, **other)
+    return mean([own[seed] - base[seed] for seed in own if seed in base])
+
+
+def _by_seed(found: Found, density: float, number: str = "test", **labels: Any) -> dict[int, float]:
+    return {
+        cell["labels"]["seed"]: 100 * row[number]
+        for cell in found.pick(**labels)
+        for row in cell["rows"]
+        if row["target"] == density and row.get(number) is not None
+    }
+
+
+def _signed(value: Mean | None) -> str:
+    if value is None:
+        return ""
+    spread = "" if value.deviation is None else f" ± {value.deviation:.1f}"
+    return f"{value.value:+.1f}{spread}"
+
+
+def _stated_gain(data: str, criterion: str, learning: str, density: float) -> str:
+    own, base = (papers.accuracy(criterion, name, density, data) for name in (learning, "fine-pruning"))
+    return "" if own is None or base is None else f"{100 * (own - base):+.1f}"
+
+
+# -- what the paper did otherwise -------------------------------------------------------------------------------------
+
+
+def masks_table(found: Found, protocol: Protocol) -> str:
+    """Masks enforced, released, and released but removed in the end."""
+    titles = [
+        "learning",
+        "channels",
+        "enforced",
+        "released",
+        "pruned filters that are alive",
+        "released, then removed",
+    ]
+    rows = []
+    for learning in METHODS:
+        labels: dict[str, Any] = {"data": "cifar10", "criterion": "taylor", "learning": learning}
+        for density in protocol.shown[1:]:
+            released = found.rows(density, **labels, variant="released")
+            alive = mean([100 * row["alive"] / row["pruned"] for row in released])
+            rows.append(
+                [
+                    NAMES[learning],
+                    _percent(density),
+                    _cell(found.mean(density, **labels)),
+                    _cell(found.mean(density, **labels, variant="released")),
+                    _share(alive),
+                    _cell(found.mean(density, "test_removed", **labels, variant="released")),
+                ]
+            )
+    return markdown(titles, rows)
+
+
+def released_gains(found: Found, protocol: Protocol) -> str:
+    """SPLoRA less fine-pruning where masks are enforced and where they are not."""
+    titles = ["learning", "masks", *(_percent(d) for d in protocol.shown[1:])]
+    rows = []
+    for learning in ("r32", "r8"):
+        for words, variant in (("enforced", ""), ("released", "released")):
+            gains = [
+                _gain(found, d, "cifar10", "taylor", learning, variant=variant) for d in protocol.shown[1:]
+            ]
+            rows.append([NAMES[learning], words, *map(_signed, gains)])
+    return markdown(titles, rows)
+
+
+def literal_table(found: Found, protocol: Protocol) -> str:
+    """Criteria where the signal is, as published, and random numbers."""
+    titles = ["criterion", "computed", *(_percent(d) for d in protocol.shown[1:])]
+    rows = []
+    for criterion in CRITERIA:
+        for words, variant in (("ours", ""), ("as published", "literal")):
+            means = [
+                found.mean(d, data="cifar10", criterion=criterion, learning="r8", variant=variant)
+                for d in protocol.shown[1:]
+            ]
+            if means[-1] is not None:
+                rows.append([criterion, words if criterion != "random" else "", *map(_cell, means)])
+    return markdown(titles, rows)
+
+
+def writers_table(found: Found, protocol: Protocol) -> str:
+    """Free writers against coupled ones."""
+    titles = [
+        "learning",
+        "writers",
+        *(f"{_percent(d)}" for d in protocol.shown[1:]),
+        "MACs at 10%",
+        "weights at 10%",
+    ]
+    rows = []
+    for learning in METHODS:
+        for words, variant in (("free", ""), ("coupled", "coupled")):
+            labels: dict[str, Any] = {
+                "data": "cifar10",
+                "criterion": "taylor",
+                "learning": learning,
+                "variant": variant,
+            }
+            means = [found.mean(d, **labels) for d in protocol.shown[1:]]
+            costs = [found.mean(0.1, name, **labels) for name in ("macs", "weights")]
+            rows.append([NAMES[learning], words, *map(_cell, means), *map(_share, costs)])
+    return markdown(titles, rows)
+
+
+def control_table(found: Found, protocol: Protocol) -> str:
+    """Unpruned networks with as many epochs as the pruned ones have had."""
+    titles = ["learning", "unpruned, before pruning begins", "unpruned, as many epochs as to 10%", "at 10%"]
+    rows = []
+    for learning in METHODS:
+        labels: dict[str, Any] = {"data": "cifar10", "learning": learning}
+        rows.append(
+            [
+                NAMES[learning],
+                _cell(found.mean(1.0, criterion="taylor", **labels)),
+                _cell(found.mean(1.0, criterion="unpruned", **labels)),
+                _cell(found.mean(0.1, criterion="taylor", **labels)),
+            ]
+        )
+    return markdown(titles, rows)
+
+
+# -- open questions ---------------------------------------------------------------------------------------------------
+
+
+def distillation_table(found: Found, protocol: Protocol) -> str:
+    """Labels alone, the network itself as a teacher, the fine-tuned one; less fine-pruning at 30%."""
+    titles = ["learning", "teacher", *(_percent(d) for d in protocol.shown[1:]), "less fine-pruning, at 30%"]
+    base: dict[str, Any] = {"data": "cifar10", "criterion": "taylor"}
+    fine = [found.mean(d, learning="fine-pruning", **base) for d in protocol.shown[1:]]
+    rows = [[NAMES["fine-pruning"], "none", *map(_cell, fine), ""]]
+    seeds = _by_seed(found, 0.3, learning="fine-pruning", **base)
+    for learning in ("r32", "r8"):
+        for words, variant in (
+            ("none", ""),
+            ("itself, unpruned", "self-taught"),
+            ("fine-tuned network", "taught"),
+        ):
+            labels: dict[str, Any] = {**base, "learning": learning, "variant": variant}
+            own = _by_seed(found, 0.3, **labels)
+            gap = mean([own[seed] - seeds[seed] for seed in own if seed in seeds])
+            means = [found.mean(d, **labels) for d in protocol.shown[1:]]
+            rows.append([NAMES[learning], words, *map(_cell, means), _signed(gap)])
+    return markdown(titles, rows)
+
+
+def ranks_table(found: Found, protocol: Protocol) -> str:
+    """What each rank costs and gives at 10% of the channels."""
+    titles = [
+        "adapter",
+        "learned at 10%",
+        "file at 10%, bytes",
+        "accuracy at 10%",
+        "at 30%",
+        "points above r1 for each 10 KB, at 10%",
+    ]
+    kinds: list[tuple[str, dict[str, Any]]] = [(f"r{rank}", {"learning": f"r{rank}"}) for rank in RANKS]
+    kinds += [
+        (f"r{rank}, whole kernel", {"learning": f"r{rank}", "kernel": "full"})
+        for rank in protocol.whole_kernel
+    ]
+    kinds += [
+        (f"r32, {share} of its components kept", {"learning": "r32", "variant": f"rank-pruned={value}"})
+        for share, value in (("a quarter", "0.25"), ("a sixteenth", "0.0625"))
+    ]
+    kinds += [("fine-pruning", {"learning": "fine-pruning"})]
+    base: dict[str, Any] = {"data": "cifar10", "criterion": "taylor"}
+    first = {
+        name: found.mean(0.1, name, scale=scale, learning="r1", **base)
+        for name, scale in (("test", 100), ("bytes", 1))
+    }
+    rows = []
+    for words, labels in kinds:
+        numbers = {
+            name: found.mean(0.1, name, scale=scale, **base, **labels)
+            for name, scale in (("learned", 1), ("bytes", 1), ("test", 100))
+        }
+        if numbers["test"] is None:
+            continue
+        rows.append(
+            [
+                words,
+                _whole(numbers["learned"]),
+                _whole(numbers["bytes"]),
+                _cell(numbers["test"]),
+                _cell(found.mean(0.3, **base, **labels)),
+                _for_each(numbers, first),
+            ]
+        )
+    return markdown(titles, rows)
+
+
+def _for_each(numbers: dict[str, Mean | None], first: dict[str, Mean | None]) -> str:
+    """Points above the smallest adapter's for each 10 KB beyond its bytes."""
+    test, size, base, least = numbers["test"], numbers["bytes"], first["test"], first["bytes"]
+    if test is None or size is None or base is None or least is None or size.value <= least.value:
+        return ""
+    return f"{(test.value - base.value) / (size.value - least.value) * 10_000:+.1f}"
+
+
+def ablation_table(found: Found, protocol: Protocol) -> str:
+    """Ranks and ranges of the first values."""
+    titles = ["rank", "range of W_up", *(_percent(d) for d in protocol.shown)]
+    rows = []
+    for rank in protocol.ablation_ranks:
+        for init in protocol.ablation_inits:
+            labels: dict[str, Any] = {
+                "data": "cifar10",
+                "criterion": "taylor",
+                "learning": f"r{rank}",
+                "init_range": init,
+            }
+            means = [found.mean(d, **labels) for d in protocol.shown]
+            if means[0] is not None:
+                rows.append([str(rank), f"±{init:g}", *map(_cell, means)])
+    return markdown(titles, rows)
+
+
+def tasks_table(found: Found, protocol: Protocol) -> str:
+    """From how many tasks on the base and its task files take fewer bytes than networks of their own."""
+    titles = [
+        "base",
+        "learning",
+        "channels",
+        "base, bytes",
+        "task file, bytes",
+        "network, bytes",
+        "pays from so many tasks on",
+    ]
+    rows = []
+    for data in protocol.data:
+        for learning in ("r32", "r8"):
+            labels: dict[str, Any] = {"data": data, "criterion": "taylor", "learning": learning}
+            whole = found.mean(1.0, "parameters", scale=4, **labels)
+            for density in protocol.shown:
+                file, network = (
+                    found.mean(density, name, scale=scale, **labels)
+                    for name, scale in (("bytes", 1), ("parameters", 4))
+                )
+                if whole is None or file is None or network is None:
+                    continue
+                numbers = [f"{value.value:,.0f}" for value in (whole, file, network)]
+                even = pays_from(whole.value, file.value, network.value)
+                words = "never" if even is None else f"{even:,}"
+                rows.append([DATA[data], NAMES[learning], _percent(density), *numbers, words])
+    return markdown(titles, rows)
+
+
+def pays_from(base: float, file: float, network: float) -> int | None:
+    """The fewest tasks for which base + T files < T networks; None where that is never so.
+
+    >>> pays_from(100, 1, 11), pays_from(100, 11, 11)
+    (11, None)
+    """
+    return None if network <= file else int(base // (network - file)) + 1
+
+
+def times_table(found: Found, protocol: Protocol) -> str:
+    """How long whole runs take, from 100% to 10%."""
+    titles = ["data", "learning", "first block, s", "whole run, s", "runs"]
+    rows = []
+    for data in protocol.data:
+        for learning in METHODS:
+            labels: dict[str, Any] = {"data": data, "learning": learning, "criterion": "taylor"}
+            times = [found.mean(d, "seconds", scale=1, **labels) for d in (1.0, 0.1)]
+            if times[1] is not None:
+                rows.append([DATA[data], NAMES[learning], *map(_whole, times), str(times[1].count)])
+    return markdown(titles, rows)
+
+
+TABLES: dict[str, Callable[[Found, Protocol], str]] = {
+    "main": main_table,
+    "sizes": size_table,
+    "gains": gain_table,
+    "masks": masks_table,
+    "released-gains": released_gains,
+    "literal": literal_table,
+    "writers": writers_table,
+    "control": control_table,
+    "distillation": distillation_table,
+    "ranks": ranks_table,
+    "ablation": ablation_table,
+    "tasks": tasks_table,
+    "times": times_table,
+}
+"""By the name that the page gives them."""
