@@ -81,7 +81,7 @@ def _is_done(cell: Cell, place: Place) -> bool:
         if error.code != "busy":
             raise
         return False
-    _write(file, record(cell, place, rows))
+    write(file, record(cell, place, rows))
     if cell.masks == "released":
         shutil.rmtree(place.work / cell.name)  # its task files cannot tell what was set to zero
     print(cell.name, ", ".join(f"{row['target']:g}: {row['test']:.1%}" for row in rows), flush=True)
@@ -206,7 +206,7 @@ def record(cell: Cell, place: Place, rows: Sequence[dict[str, Any]]) -> dict[str
         "settings": json.loads(json.dumps(settings)),
         "tested": len(samples_of(cell, place).test or ()),
         "rows": list(rows),
-        "commit": _commit(),
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
     }
@@ -231,7 +231,7 @@ def _processor() -> str:
     return next(named, platform.processor() or platform.machine())
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit of this project that the code is of; marked where files differ from it."""
 
     def git(*words: str) -> str:
@@ -241,7 +241,8 @@ def _commit() -> str:
     return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
+def write(path: Path, value: dict[str, Any]) -> None:
+    """Put a file of results in place, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part")
     partial.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")

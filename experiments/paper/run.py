@@ -18,11 +18,16 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import torch  # noqa: E402
-from carry_out import RESULTS, Place, carry_out  # noqa: E402
+from carry_out import RESULTS, Place, carry_out, write  # noqa: E402
 from cells import experiments, in_order  # noqa: E402
 from protocol import WEIGHTS, protocol_of  # noqa: E402
 
 import spalier as sp  # noqa: E402
+from measures import counts, latency, speeds  # noqa: E402
+from page import write_page  # noqa: E402
+
+MEASURES = {"counts": counts, "speeds": speeds, "latency": latency}
+"""What is no run: counts of the paper's network, how fast networks learn, how fast those that were learned are."""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -36,6 +41,8 @@ def main(words: list[str] | None = None) -> int:
         Path(asked.work) / asked.scale,
         Path(asked.results) / asked.scale,
     )
+    if asked.experiment in (*MEASURES, "page"):
+        return _measured(asked.experiment, place)
     found = experiments(place.protocol)
     cells = in_order(found if asked.experiment == "all" else {asked.experiment: found[asked.experiment]})
     cells = [cell for cell in cells if all(part in cell.name for part in asked.only)]
@@ -53,11 +60,24 @@ def main(words: list[str] | None = None) -> int:
     return 0
 
 
+def _measured(what: str, place: Place) -> int:
+    """What is no run: counts, latencies, and the page itself."""
+    try:
+        if what == "page":
+            write_page(HERE.parent.parent / "docs", place.results, place.protocol)
+        else:
+            write(place.results / f"{what}.json", MEASURES[what](place))
+    except (sp.SpalierError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ["all", *experiments(protocol_of("mini"))]
+    names = ["all", *experiments(protocol_of("mini")), *MEASURES, "page"]
     parser.add_argument("experiment", choices=names)
     parser.add_argument("--scale", choices=["full", "mini"], default="mini")
     parser.add_argument("--data", default=os.environ.get("SPALIER_DATA", "data"), help="folder of data sets")

@@ -12,6 +12,11 @@ import papers
 from found import Found, Mean, mean
 
 NAMES = {"fine-pruning": "fine-pruning", "r32": "SPLoRA r32", "r8": "SPLoRA r8"}
+BASES = {
+    "cifar10": "ResNet-20",
+    "flowers102": "ResNet-50, 102 classes",
+    "catsanddogs": "ResNet-50, 2 classes",
+}
 DATA = {"cifar10": "CIFAR-10", "flowers102": "Flowers 102", "catsanddogs": "Cats & Dogs"}
 
 
@@ -359,7 +364,7 @@ def tasks_table(found: Found, protocol: Protocol) -> str:
                 numbers = [f"{value.value:,.0f}" for value in (whole, file, network)]
                 even = pays_from(whole.value, file.value, network.value)
                 words = "never" if even is None else f"{even:,}"
-                rows.append([DATA[data], NAMES[learning], _percent(density), *numbers, words])
+                rows.append([BASES[data], NAMES[learning], _percent(density), *numbers, words])
     return markdown(titles, rows)
 
 

@@ -1,0 +1,124 @@
+"""docs/paper.md: its tables are between marks, its figures in docs/assets/paper; both are made of results alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from protocol import Protocol
+
+import papers
+from figures import figures
+from found import Found
+from spalier.reporting.write import standalone
+from tables import DATA, NAMES, TABLES, markdown
+
+_TABLE = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def written(text: str, results: Path, protocol: Protocol) -> str:
+    """The page with its tables made anew."""
+    found = Found.load(results)
+
+    def table(match: re.Match[str]) -> str:
+        name = match[2]
+        made = _MEASURED[name](results) if name in _MEASURED else TABLES[name](found, protocol)
+        return f"{match[1]}\n{made}\n\n{match[3]}"
+
+    return _TABLE.sub(table, text)
+
+
+def drawings(results: Path, protocol: Protocol) -> dict[str, str]:
+    """Every figure as SVG and as CSV, by the name of its file."""
+    made = figures(Found.load(results), protocol)
+    files = {f"{figure.name}.svg": standalone(figure) for figure in made}
+    return files | {f"{figure.name}.csv": figure.to_csv() for figure in made}
+
+
+def write_page(docs: Path, results: Path, protocol: Protocol) -> None:
+    """The page and its figures, from the results that are there."""
+    page, assets = docs / "paper.md", docs / "assets" / "paper"
+    page.write_text(written(page.read_text(), results, protocol))
+    assets.mkdir(parents=True, exist_ok=True)
+    for name, content in drawings(results, protocol).items():
+        (assets / name).write_text(content)
+
+
+# -- what needs no cells ----------------------------------------------------------------------------------------------
+
+
+def _read(results: Path, name: str) -> Any:
+    return json.loads((results / f"{name}.json").read_text())
+
+
+def counts_table(results: Path) -> str:
+    """Learned parameters and operations of the paper's network."""
+    titles = [
+        "learning",
+        "channels",
+        "learned",
+        "with norms and head whole",
+        "paper",
+        "MACs that run",
+        "FLOPs as published",
+        "paper",
+    ]
+    rows = []
+    for row in _read(results, "counts")["rows"]:
+        at = ("none" if row["density"] == 1 else "weight", row["learning"], row["density"])
+        learned, flops, _ = papers.TABLE[at]
+        rows.append(
+            [
+                NAMES[row["learning"]],
+                f"{100 * row['density']:g}%",
+                f"{row['learned']:,}",
+                f"{row['learned_as_published']:,}",
+                f"{learned:,.1f} K",
+                f"{row['macs'] / 1e6:,.1f} M",
+                f"{row['flops_as_published'] / 1e6:,.1f} M",
+                f"{flops:,.1f} M",
+            ]
+        )
+    return markdown(titles, rows)
+
+
+def speeds_table(results: Path) -> str:
+    """What one thread can do."""
+    rows = [
+        [DATA[row["data"]], NAMES[row["learning"]], f"{row['images_a_second']:.0f}"]
+        for row in _read(results, "speeds")["rows"]
+    ]
+    return markdown(["data", "learning", "images a second, unpruned"], rows)
+
+
+def rates_table(results: Path) -> str:
+    """Trials of learning rates, on validation images: what the rates of the mini scale were chosen by."""
+    rows = []
+    for trial in _read(results, "rates")["trials"]:
+        shown = [f"{100 * row['target']:g}%: {100 * row['validation']:.1f}" for row in trial["rows"]]
+        name = "SPLoRA r8" if trial["settings"]["method"] == "splora" else "fine-pruning"
+        rows.append(
+            [DATA[trial["settings"]["data"]], name, f"{trial['settings']['rate']:g}", ", ".join(shown)]
+        )
+    return markdown(["data", "learning", "rate", "validation accuracy by channels"], rows)
+
+
+def latency_table(results: Path) -> str:
+    """How much faster than their base networks are, measured in turns."""
+    titles = ["network", "channels", "MACs", "times as fast, one image", "times as fast, 32 images"]
+    read, rows = _read(results, "latency"), []
+    for data in (name for name in DATA if name in read):
+        for density in sorted({row["density"] for row in read[data]}, reverse=True):
+            both = {row["batch"]: row for row in read[data] if row["density"] == density}
+            share = f"{100 * both[1]['macs_share']:.1f}%"
+            rows.append([DATA[data], f"{100 * density:g}%", share, *(_speedup(both[b]) for b in (1, 32))])
+    return markdown(titles, rows)
+
+
+def _speedup(row: dict[str, Any]) -> str:
+    return f"{row['speedup']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
+
+
+_MEASURED = {"counts": counts_table, "speeds": speeds_table, "rates": rates_table, "latency": latency_table}
