@@ -18,7 +18,6 @@ from spalier.reporting.scales import Axis, linear, logarithmic
 from tables import DATA, NAMES
 
 ROWS, COLUMNS = 768, 3072
-_TOLD = ("data", "method", "rank", "criterion")
 
 
 def figures(found: Found, protocol: Protocol) -> list[Figure]:
@@ -101,23 +100,20 @@ def _lower(title: str) -> str:
 
 
 def _findings(data: str, cells: Sequence[dict[str, Any]]) -> Findings:
+    """What a report would find in the folders of these runs."""
     runs = [Run(cell["cell"], [_entry(cell, row) for row in cell["rows"]]) for cell in cells]
-    told = [{name: cell["settings"].get(name) for name in _TOLD} for cell in cells]
-    several = {name for name in _TOLD if len({str(each[name]) for each in told}) > 1}
-    order = [name for name in ("criterion", "method", "rank") if name in several]
-    # panels are split by the first of them; one criterion alone needs none
-    return Findings("folder of runs", data, runs, {}, order)
+    several = len({cell["labels"]["criterion"] for cell in cells}) > 1
+    return Findings("folder of runs", data, runs, {}, ["criterion", "learning"] if several else ["learning"])
 
 
 def _entry(cell: dict[str, Any], row: dict[str, Any]) -> Entry:
-    settings = {name: cell["settings"].get(name) for name in _TOLD}
-    settings["rank"] = None if settings["method"] == "fine-pruning" else settings["rank"]
+    told = cell["labels"]
     return Entry(
         key=f"{cell['cell']}/{row['task']}",
         name=row["task"],
         run=cell["cell"],
-        settings=settings,
-        seed=cell["labels"]["seed"],
+        settings={"criterion": told["criterion"], "learning": NAMES[told["learning"]]},
+        seed=told["seed"],
         target=row["target"],
         numbers={name: value for name, value in row.items() if isinstance(value, int | float)},
     )
