@@ -133,8 +133,8 @@ MINI = Protocol(
     },
     rates={
         "cifar10": {"fine-pruning": 0.02, "splora": 0.05},
-        "flowers102": {"fine-pruning": 0.02, "splora": 0.1},
-        "catsanddogs": {"fine-pruning": 0.02, "splora": 0.1},
+        "flowers102": {"fine-pruning": 0.01, "splora": 0.02},
+        "catsanddogs": {"fine-pruning": 0.01, "splora": 0.02},
     },
     downloads={
         "resnet20-cifar100.safetensors": "a ResNet-20 of CIFAR-100 with the layers of experiments/paper/networks.py",
