@@ -31,6 +31,7 @@ ONLY_ELSEWHERE = {
     r'python -c "import torchvision as tv; .*"': "where they are",
     r"RAY_ADDRESS=auto spalier sweep .*--place ray": "a cluster; a local Ray is in tests/runs/test_sweep.py",
     r"python3 dev\.py [a-z-]+": "looked up in dev.py",
+    r"python3 dev\.py paper .*": "hours; its smallest cells are in tests/experiments",
 }
 """Commands of ```console blocks, and why they are not run here."""
 QUIET = ["ignore:.*`isinstance.treespec, LeafSpec.` is deprecated"]  # by a library that a page shows

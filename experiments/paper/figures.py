@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from cells import CRITERIA, METHODS, RANKS
-from protocol import Protocol
-
 from found import Found, Mean
+from protocol import Protocol
+from tables import DATA, NAMES
+
 from spalier.reporting.accuracy import accuracy
 from spalier.reporting.figure import Cell, Dot, Figure, Line, Mark, Panel, Whisker
 from spalier.reporting.model import Entry, Findings, Run
 from spalier.reporting.naming import density as in_percent
 from spalier.reporting.scales import Axis, linear, logarithmic
-from tables import DATA, NAMES
 
 ROWS, COLUMNS = 768, 3072
 

@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from protocol import Protocol
-
 import papers
 from figures import figures
 from found import Found
-from spalier.reporting.write import standalone
+from protocol import Protocol
 from tables import DATA, NAMES, TABLES, markdown
+
+from spalier.reporting.write import standalone
 
 _TABLE = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -20,11 +20,11 @@ sys.path.insert(0, str(HERE))
 import torch  # noqa: E402
 from carry_out import RESULTS, Place, carry_out, write  # noqa: E402
 from cells import experiments, in_order  # noqa: E402
+from measures import counts, latency, speeds  # noqa: E402
+from page import write_page  # noqa: E402
 from protocol import WEIGHTS, protocol_of  # noqa: E402
 
 import spalier as sp  # noqa: E402
-from measures import counts, latency, speeds  # noqa: E402
-from page import write_page  # noqa: E402
 
 MEASURES = {"counts": counts, "speeds": speeds, "latency": latency}
 """What is no run: counts of the paper's network, how fast networks learn, how fast those that were learned are."""
@@ -52,9 +52,12 @@ def main(words: list[str] | None = None) -> int:
         return 0
     try:
         left = carry_out(cells, place)
-    except sp.SpalierError as error:
+    except sp.errors.SpalierError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return 130
     for cell in left:
         print(f"left to another process: {cell.name}")
     return 0
@@ -67,7 +70,7 @@ def _measured(what: str, place: Place) -> int:
             write_page(HERE.parent.parent / "docs", place.results, place.protocol)
         else:
             write(place.results / f"{what}.json", MEASURES[what](place))
-    except (sp.SpalierError, OSError) as error:
+    except (sp.errors.SpalierError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from cells import CRITERIA, METHODS, RANKS
-from protocol import Protocol
-
 import papers
+from cells import CRITERIA, METHODS, RANKS
 from found import Found, Mean, mean
+from protocol import Protocol
 
 NAMES = {"fine-pruning": "fine-pruning", "r32": "SPLoRA r32", "r8": "SPLoRA r8"}
 BASES = {
@@ -267,57 +266,66 @@ def distillation_table(found: Found, protocol: Protocol) -> str:
 
 
 def ranks_table(found: Found, protocol: Protocol) -> str:
-    """What each rank costs and gives at 10% of the channels."""
+    """What each rank costs and gives at 10% of the channels, and whether another gives as much for fewer bytes."""
     titles = [
         "adapter",
         "learned at 10%",
         "file at 10%, bytes",
         "accuracy at 10%",
         "at 30%",
-        "points above r1 for each 10 KB, at 10%",
+        "as good with fewer bytes",
     ]
-    kinds: list[tuple[str, dict[str, Any]]] = [(f"r{rank}", {"learning": f"r{rank}"}) for rank in RANKS]
-    kinds += [
-        (f"r{rank}, whole kernel", {"learning": f"r{rank}", "kernel": "full"})
-        for rank in protocol.whole_kernel
+    numbers = {words: _costs(found, labels) for words, labels in _kinds(protocol)}
+    known = {words: each for words, each in numbers.items() if each["test"] is not None}
+    rows = [
+        [
+            words,
+            _whole(each["learned"]),
+            _whole(each["bytes"]),
+            _cell(each["test"]),
+            _cell(each["at 30%"]),
+            _better(words, known),
+        ]
+        for words, each in known.items()
     ]
-    kinds += [
-        (f"r32, {share} of its components kept", {"learning": "r32", "variant": f"rank-pruned={value}"})
-        for share, value in (("a quarter", "0.25"), ("a sixteenth", "0.0625"))
-    ]
-    kinds += [("fine-pruning", {"learning": "fine-pruning"})]
-    base: dict[str, Any] = {"data": "cifar10", "criterion": "taylor"}
-    first = {
-        name: found.mean(0.1, name, scale=scale, learning="r1", **base)
-        for name, scale in (("test", 100), ("bytes", 1))
-    }
-    rows = []
-    for words, labels in kinds:
-        numbers = {
-            name: found.mean(0.1, name, scale=scale, **base, **labels)
-            for name, scale in (("learned", 1), ("bytes", 1), ("test", 100))
-        }
-        if numbers["test"] is None:
-            continue
-        rows.append(
-            [
-                words,
-                _whole(numbers["learned"]),
-                _whole(numbers["bytes"]),
-                _cell(numbers["test"]),
-                _cell(found.mean(0.3, **base, **labels)),
-                _for_each(numbers, first),
-            ]
-        )
     return markdown(titles, rows)
 
 
-def _for_each(numbers: dict[str, Mean | None], first: dict[str, Mean | None]) -> str:
-    """Points above the smallest adapter's for each 10 KB beyond its bytes."""
-    test, size, base, least = numbers["test"], numbers["bytes"], first["test"], first["bytes"]
-    if test is None or size is None or base is None or least is None or size.value <= least.value:
-        return ""
-    return f"{(test.value - base.value) / (size.value - least.value) * 10_000:+.1f}"
+def _kinds(protocol: Protocol) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What is compared by bytes."""
+    for rank in RANKS:
+        yield f"r{rank}", {"learning": f"r{rank}"}
+    for rank in protocol.whole_kernel:
+        yield f"r{rank}, whole kernel", {"learning": f"r{rank}", "kernel": "full"}
+    for share, value in (("a quarter", "0.25"), ("a sixteenth", "0.0625")):
+        yield f"r32, {share} of its components kept", {"learning": "r32", "variant": f"rank-pruned={value}"}
+    yield "fine-pruning", {"learning": "fine-pruning"}
+
+
+def _costs(found: Found, labels: dict[str, Any]) -> dict[str, Mean | None]:
+    own = {"data": "cifar10", "criterion": "taylor", **labels}
+    return {
+        "learned": found.mean(0.1, "learned", scale=1, **own),
+        "bytes": found.mean(0.1, "bytes", scale=1, **own),
+        "test": found.mean(0.1, **own),
+        "at 30%": found.mean(0.3, **own),
+    }
+
+
+def _better(words: str, known: dict[str, dict[str, Mean | None]]) -> str:
+    """The smallest file that is at least as accurate as this one, and smaller; by means."""
+
+    def value(name: str, number: str) -> float:
+        mean = known[name][number]
+        assert mean is not None
+        return mean.value
+
+    found = [
+        other
+        for other in known
+        if value(other, "bytes") < value(words, "bytes") and value(other, "test") >= value(words, "test")
+    ]
+    return min(found, key=lambda other: value(other, "bytes")) if found else ""
 
 
 def ablation_table(found: Found, protocol: Protocol) -> str:
