@@ -108,7 +108,7 @@ def test_literal_weight_looks_at_the_base_alone():
 
 
 def test_the_literal_definitions_are_the_published_ones():
-    """Before the norm, without adapters, with the batch's statistics, and signs until all is summed."""
+    """Before the norm, with the batch's statistics, and signs until all is summed; adapters take part."""
     net, given = settled_cnn(), data()
     for norm in (net[1], net[4]):
         norm.eps = 0.3  # or Taylor, too, would be next to nothing

@@ -47,12 +47,8 @@ def movement(net, module, images, labels):
 
 
 def literal_taylor(net, module, batches):
-    """|sum over everything of output times gradient| at a convolution, norms in train mode, adapters left out."""
+    """|sum over everything of output times gradient| at a convolution, norms in train mode, adapters at work."""
     twin = copy.deepcopy(net)
-    with torch.no_grad():
-        for name, parameter in twin.named_parameters():
-            if "_adapter." in name:
-                parameter.zero_()
     total = samples = 0
     for x, y in batches:
         out, value = seen_at(twin.train(), module, x)

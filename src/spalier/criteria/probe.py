@@ -120,7 +120,7 @@ class Probe:
         literal: bool = False,
     ) -> Values:
         """Run batches through the twin and average what ``measure`` says of every site."""
-        twin = self.twin(fused=not literal)
+        twin = self.twin()
         watches = [self.watch(site) for site in self.sites()]
         totals = Totals(watches, signed)
         with in_eval_mode(twin):
