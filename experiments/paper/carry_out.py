@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cells import Cell
+from cells import Cell, teacher_of
 from protocol import Protocol, weights_of
 from released import Released
 from torch import Tensor
@@ -33,7 +33,22 @@ from spalier.runs.folder import RunFolder
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
+"""What is committed."""
 _OF_DATA = ("size", "limit", "validation")
+
+
+def _commit() -> str:
+    """The commit of this project that the code is of; marked where files differ from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(HERE), *words], capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "../../src", ".")
+    return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
+
+
+COMMIT = _commit()
+"""Read when the code is, since a checkout may change while a process runs."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +75,21 @@ class _Reached(Exception):
     """The first block is done."""
 
 
-def carry_out(cells: Sequence[Cell], place: Place) -> list[Cell]:
-    """Every cell that has no results yet; those that are left, since other processes work on them or what they need."""
+def carry_out(cells: Sequence[Cell], place: Place) -> dict[str, str]:
+    """Every cell that has no results yet; what went wrong, by the names of those that failed.
+
+    Those that other processes work on are waited for: if such a process dies, they are carried out here.
+    """
+    failed: dict[str, str] = {}
     left = list(cells)
     while left:
-        before, left = left, [cell for cell in left if not _is_done(cell, place)]
+        before, left = left, [cell for cell in left if not _is_settled(cell, place, failed)]
         if len(left) == len(before):
-            break
-    return left
+            time.sleep(5)
+    return failed
 
 
-def _is_done(cell: Cell, place: Place) -> bool:
+def _is_settled(cell: Cell, place: Place, failed: dict[str, str]) -> bool:
     """Carry a cell out, unless it is done; False where another process is in the way."""
     file = place.results / f"{cell.name}.json"
     if file.exists():
@@ -78,12 +97,16 @@ def _is_done(cell: Cell, place: Place) -> bool:
     try:
         rows = rows_of(cell, place)
     except sp.errors.RunError as error:
-        if error.code != "busy":
-            raise
-        return False
+        if error.code == "busy":
+            return False
+        failed[cell.name] = str(error)  # it may diverge; the others go on
+        print(f"{cell.name} failed: {error}", flush=True)
+        return True
     write(file, record(cell, place, rows))
     if cell.masks == "released":
-        shutil.rmtree(place.work / cell.name)  # its task files cannot tell what was set to zero
+        shutil.rmtree(
+            place.work / cell.name / "tasks", ignore_errors=True
+        )  # they cannot tell what was set to zero
     print(cell.name, ", ".join(f"{row['target']:g}: {row['test']:.1%}" for row in rows), flush=True)
     return True
 
@@ -139,7 +162,9 @@ class Evenly:
 def config_of(cell: Cell, place: Place) -> sp.TransferPruning:
     """The settings of a cell's first block."""
     own = {name: value for name, value in cell.before.items() if name not in _OF_DATA}
-    return sp.TransferPruning(**{**own, "weights": str(weights_of(place.protocol, place.weights, cell.data))})
+    return sp.TransferPruning(
+        **{**own, "weights": str(weights_of(place.protocol, place.weights, cell.before["weights"]))}
+    )
 
 
 def first_block(config: sp.TransferPruning, folder: Path, data: Data) -> Path:
@@ -152,14 +177,11 @@ def first_block(config: sp.TransferPruning, folder: Path, data: Data) -> Path:
 
 
 def _teaching(cell: Cell, place: Place, trunk: Path) -> dict[str, Any]:
-    """Settings of a run with a teacher. One with a teacher of its own from the start has no first block."""
+    """Settings of a run with a teacher. One whose teacher is another network begins with its own first block's task."""
     if cell.teacher == cell.trunk:
         return {"distill": "self"}
-    teacher = place.work / f"{cell.data}-{cell.teacher}-seed{cell.seed}"
-    if not (teacher / "blocks" / "00.json").exists():
-        raise sp.errors.RunError(
-            "busy", f"{cell.name} learns from {teacher.name}, which has to be there first"
-        )
+    other = teacher_of(place.protocol, cell)
+    teacher = first_block(config_of(other, place), place.work / other.trunk_name, samples_of(other, place))
     name = f"{cell.data}-100.task.safetensors"
     return {"start": str(trunk / "tasks" / name), "distill": str(teacher / "tasks" / name)}
 
@@ -206,7 +228,7 @@ def record(cell: Cell, place: Place, rows: Sequence[dict[str, Any]]) -> dict[str
         "settings": json.loads(json.dumps(settings)),
         "tested": len(samples_of(cell, place).test or ()),
         "rows": list(rows),
-        "commit": commit(),
+        "commit": COMMIT,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
     }
@@ -229,16 +251,6 @@ def _processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
-
-
-def commit() -> str:
-    """The commit of this project that the code is of; marked where files differ from it."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(HERE), *words], capture_output=True, text=True).stdout.strip()
-
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "../../src", ".")
-    return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
 
 
 def write(path: Path, value: dict[str, Any]) -> None:

@@ -6,17 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from protocol import Protocol
+from protocol import CRITERIA, Protocol
 
-CRITERIA = ("taylor", "weight", "gradient", "lrp", "random")
-PAPERS = CRITERIA[:-1]
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "fine-pruning": {"method": "fine-pruning"},
     "r32": {"method": "splora", "rank": 32},
     "r8": {"method": "splora", "rank": 8},
 }
 """What learns, as the paper's table has it."""
-INITS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 Masks = Literal["enforced", "released"]
 
@@ -73,7 +70,7 @@ def in_order(found: Mapping[str, Sequence[Cell]]) -> list[Cell]:
     return sorted(cells.values(), key=lambda cell: cell.seed)  # which keeps their order otherwise
 
 
-def _cell(
+def cell_of(
     protocol: Protocol,
     data: str,
     learning: str,
@@ -85,39 +82,46 @@ def _cell(
     after: Mapping[str, Any] | None = None,
     masks: Masks = "enforced",
     teacher: str = "",
-    **labels: Any,
+    base: Mapping[str, Any] | None = None,
 ) -> Cell:
     """A cell as the table has it, but for what is said."""
     method = METHODS.get(learning) or {"method": "splora", "rank": int(learning[1:])}
-    extra = "".join(
-        f"-{key}={value:g}" if isinstance(value, float) else f"-{key}={value}"
-        for key, value in (adapter or {}).items()
-    )
-    before = {
-        **protocol.settings(data, method["method"]),
-        **method,
-        "adapter": dict(adapter or {}),
-        "seed": seed,
-    }
+    own, other = dict(adapter or {}), dict(base or {})
+    parts = [
+        learning,
+        *(f"{key}={_text(value)}" for key, value in own.items()),
+        *filter(None, [other.get("network")]),
+    ]
+    settings = {**protocol.settings(data, method["method"]), **method, **other, "adapter": own, "seed": seed}
     told = {
         "data": data,
         "learning": learning,
         "criterion": criterion,
         "seed": seed,
         "variant": variant,
-        **(adapter or {}),
+        **own,
     }
+    told |= {"network": other["network"]} if other else {}
     return Cell(
         data=data,
-        trunk=f"{learning}{extra}",
-        before=before,
+        trunk="-".join(parts),
+        before=settings,
         after={"criterion": criterion, **(after or {})},
         variant="-".join(filter(None, (criterion, variant))),
         seed=seed,
         masks=masks,
         teacher=teacher,
-        labels={**told, **labels},
+        labels=told,
     )
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def teacher_of(protocol: Protocol, cell: Cell) -> Cell:
+    """A cell that begins as the teacher of this one did."""
+    return cell_of(protocol, cell.data, cell.teacher, cell.seed)
 
 
 def _table(protocol: Protocol, seed: int) -> Iterator[Cell]:
@@ -125,13 +129,13 @@ def _table(protocol: Protocol, seed: int) -> Iterator[Cell]:
     for data in protocol.data:
         for criterion in protocol.criteria[data]:
             for learning in METHODS:
-                yield _cell(protocol, data, learning, seed, criterion=criterion)
+                yield cell_of(protocol, data, learning, seed, criterion=criterion)
 
 
 def _control(protocol: Protocol, seed: int) -> Iterator[Cell]:
     """Unpruned networks that learn for as many epochs as the pruned ones do."""
     for learning in METHODS:
-        cell = _cell(protocol, "cifar10", learning, seed, criterion="unpruned")
+        cell = cell_of(protocol, "cifar10", learning, seed, criterion="unpruned")
         longer = {"epochs": protocol.epochs(cell.before), "densities": ()}
         yield replace(cell, trunk=f"{cell.trunk}-longer", before={**cell.before, **longer}, after={})
 
@@ -139,37 +143,37 @@ def _control(protocol: Protocol, seed: int) -> Iterator[Cell]:
 def _masks(protocol: Protocol, seed: int) -> Iterator[Cell]:
     """Masks that are applied once and released, as in the published code."""
     for learning in METHODS:
-        yield _cell(protocol, "cifar10", learning, seed, variant="released", masks="released")
+        yield cell_of(protocol, "cifar10", learning, seed, variant="released", masks="released")
 
 
 def _literal(protocol: Protocol, seed: int) -> Iterator[Cell]:
     """The criteria as the published code computes them, with masks enforced."""
     options = {"criterion_options": {"literal": True}}
-    for criterion in PAPERS:
-        yield _cell(protocol, "cifar10", "r8", seed, criterion=criterion, variant="literal", after=options)
+    for criterion in CRITERIA:
+        yield cell_of(protocol, "cifar10", "r8", seed, criterion=criterion, variant="literal", after=options)
 
 
 def _writers(protocol: Protocol, seed: int) -> Iterator[Cell]:
     """Layers that write into one stream keep the same channels."""
     for learning in METHODS:
-        yield _cell(protocol, "cifar10", learning, seed, variant="coupled", after={"writers": "coupled"})
+        yield cell_of(protocol, "cifar10", learning, seed, variant="coupled", after={"writers": "coupled"})
 
 
 def _distillation(protocol: Protocol, seed: int) -> Iterator[Cell]:
     """A teacher beside the labels: the network itself before it was pruned, or the fine-tuned one."""
     for learning in ("r32", "r8"):
         for variant, teacher in (("self-taught", learning), ("taught", "fine-pruning")):
-            yield _cell(protocol, "cifar10", learning, seed, variant=variant, teacher=teacher)
+            yield cell_of(protocol, "cifar10", learning, seed, variant=variant, teacher=teacher)
 
 
 def _ranks(protocol: Protocol, seed: int) -> Iterator[Cell]:
     """Which rank is worth its bytes: each rank, the whole kernel, and rank 32 whose components are pruned too."""
     for rank in RANKS:
-        yield _cell(protocol, "cifar10", f"r{rank}", seed)
+        yield cell_of(protocol, "cifar10", f"r{rank}", seed)
     for rank in protocol.whole_kernel:
-        yield _cell(protocol, "cifar10", f"r{rank}", seed, adapter={"kernel": "full"})
+        yield cell_of(protocol, "cifar10", f"r{rank}", seed, adapter={"kernel": "full"})
     for share in (0.25, 0.0625):
-        yield _cell(
+        yield cell_of(
             protocol,
             "cifar10",
             "r32",
@@ -184,4 +188,4 @@ def _ablation(protocol: Protocol, seed: int) -> Iterator[Cell]:
     for rank in protocol.ablation_ranks:
         for init in protocol.ablation_inits:
             own = {} if init == 1e-4 else {"init_range": init}
-            yield _cell(protocol, "cifar10", f"r{rank}", seed, adapter=own)
+            yield cell_of(protocol, "cifar10", f"r{rank}", seed, adapter=own, base=protocol.ablation)

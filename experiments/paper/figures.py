@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cells import CRITERIA, METHODS, RANKS
+from cells import METHODS, RANKS
 from found import Found, Mean
 from protocol import Protocol
 from tables import DATA, NAMES
@@ -84,7 +84,7 @@ def _accuracies(found: Found, protocol: Protocol) -> Iterator[Figure]:
     for data in protocol.data:
         cells = [
             cell
-            for criterion in CRITERIA
+            for criterion in protocol.criteria[data]
             for learning in METHODS
             for cell in found.pick(data=data, criterion=criterion, learning=learning)
         ]

@@ -23,6 +23,9 @@ class Mean:
         return f"{self.value:.1f}" if self.deviation is None else f"{self.value:.1f} ± {self.deviation:.1f}"
 
 
+_PLAIN: dict[str, Any] = {"variant": "", "kernel": "center", "init_range": 1e-4, "network": ""}
+
+
 class Found:
     """The results of all cells in a folder."""
 
@@ -36,11 +39,11 @@ class Found:
         return cls([each for each in read if "cell" in each])
 
     def pick(self, **labels: Any) -> Iterator[dict[str, Any]]:
-        """Cells with these labels; variant, kernel and init_range are the table's where they are not named."""
-        wanted = {"variant": "", "kernel": "center", "init_range": 1e-4, **labels}
+        """Cells with these labels; what is not named is as in the table."""
+        wanted = {**_PLAIN, **labels}
         for cell in self.cells:
-            told = {"kernel": "center", "init_range": 1e-4, **cell["labels"]}
-            if all(value is ... or told[name] == value for name, value in wanted.items()):
+            told = {**_PLAIN, **cell["labels"]}
+            if all(told[name] == value for name, value in wanted.items()):
                 yield cell
 
     def rows(self, target: float, **labels: Any) -> list[dict[str, Any]]:

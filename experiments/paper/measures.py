@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from carry_out import Place, commit, config_of, machine
-from cells import METHODS, experiments
+from carry_out import COMMIT, Place, config_of, machine
+from cells import METHODS, Cell, experiments
 from protocol import weights_of
+from safetensors.torch import save
 from torch import nn
 
 import spalier as sp
@@ -18,7 +20,6 @@ from spalier.networks import head_of, open_network
 from spalier.runs.config import METHODS as ADAPTERS
 
 CLASSES = {"cifar10": 10, "flowers102": 102, "catsanddogs": 2}
-DENSITIES = (1.0, 0.5, 0.3, 0.1)
 
 
 # -- counts -----------------------------------------------------------------------------------------------------------
@@ -26,7 +27,7 @@ DENSITIES = (1.0, 0.5, 0.3, 0.1)
 
 def counts(place: Place) -> dict[str, Any]:
     """Learned parameters and FLOPs of the paper's network, ResNet-50 for CIFAR-10, pruned by weight and untrained."""
-    weights = str(weights_of(place.protocol, place.weights, "flowers102"))
+    weights = str(weights_of(place.protocol, place.weights, place.protocol.sets["flowers102"]["weights"]))
     example = torch.zeros(1, 3, 32, 32)
     rows = []
     for learning, method in METHODS.items():
@@ -53,7 +54,7 @@ def counts(place: Place) -> dict[str, Any]:
                     "flops_as_published": flops_as_published(whole, kept),
                 }
             )
-    return {"weights": Path(weights).name, "rows": rows, "commit": commit()}
+    return {"weights": Path(weights).name, "rows": rows, "commit": COMMIT, "machine": machine()}
 
 
 def _beside(counted: sp.Count) -> int:
@@ -103,7 +104,7 @@ def speeds(place: Place, *, steps: int = 8) -> dict[str, Any]:
                     "images_a_second": _speed(net, config, side, batch, steps),
                 }
             )
-    return {"rows": found, "commit": commit(), "machine": machine()}
+    return {"rows": found, "commit": COMMIT, "machine": machine()}
 
 
 def _speed(net: nn.Module, config: sp.TransferPruning, side: int, batch: int, steps: int) -> float:
@@ -125,36 +126,18 @@ def _speed(net: nn.Module, config: sp.TransferPruning, side: int, batch: int, st
     return round(batch / statistics.median(times[1:]), 1)
 
 
-# -- latency ----------------------------------------------------------------------------------------------------------
+# -- networks that have been learned ----------------------------------------------------------------------------------
 
 
 def latency(place: Place, *, rounds: int = 15) -> dict[str, Any]:
     """The networks of the table, SPLoRA r8 by Taylor, in turns with their bases, on one thread."""
-    found: dict[str, Any] = {
-        "commit": commit(),
-        "machine": machine(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-    }
-    for data in place.protocol.data:
-        cells = [
-            cell
-            for cell in experiments(place.protocol)["table"]
-            if (cell.data, cell.labels["learning"], cell.labels["criterion"], cell.seed)
-            == (data, "r8", "taylor", 0)
-        ]
-        if not cells or not (place.results / f"{cells[0].name}.json").exists():
-            continue
-        tasks = sp.Store(place.work / cells[0].name / "tasks")
-        named = {f"{100 * d:g}": tasks.load(f"{data}-{100 * d:g}") for d in DENSITIES}
-        benched = sp.bench(
-            _base(place, cells[0], named["100"]),
-            named,
-            batches=(1, 32),
-            backends=("eager",),
-            rounds=rounds,
-            threads=1,
-        )
-        found[data] = [
+    found: dict[str, Any] = {"commit": COMMIT, "machine": machine()}
+    for cell in _learned(place, ["r8"]):
+        tasks = _tasks(place, cell)
+        named = {f"{100 * density:g}": task for density, task in tasks.items()}
+        base = _base(place, cell, tasks[1.0])
+        benched = sp.bench(base, named, batches=(1, 32), backends=("eager",), rounds=rounds, threads=1)
+        found[cell.data] = [
             {
                 "density": float(c.network) / 100,
                 "batch": c.batch,
@@ -169,7 +152,46 @@ def latency(place: Place, *, rounds: int = 15) -> dict[str, Any]:
     return found
 
 
-def _base(place: Place, cell: Any, task: sp.Task) -> nn.Module:
+def storage(place: Place) -> dict[str, Any]:
+    """Bytes on disk: the base, task files, and the networks that they make of it, as safetensors."""
+    rows = []
+    for cell in _learned(place, ["r32", "r8"]):
+        tasks = _tasks(place, cell)
+        base = _base(place, cell, tasks[1.0])
+        for density, task in tasks.items():
+            file = place.work / cell.name / "tasks" / f"{task.name}.task.safetensors"
+            rows.append(
+                {
+                    "data": cell.data,
+                    "learning": cell.labels["learning"],
+                    "density": density,
+                    "base": _bytes(base),
+                    "file": file.stat().st_size,
+                    "network": _bytes(task.build(base)),
+                }
+            )
+    return {"rows": rows, "commit": COMMIT, "machine": machine()}
+
+
+def _bytes(net: nn.Module) -> int:
+    return len(save({name: tensor.contiguous() for name, tensor in net.state_dict().items()}))
+
+
+def _learned(place: Place, learnings: Sequence[str]) -> Iterator[Cell]:
+    """Cells of the table by Taylor, of the first seed, that have been carried out here."""
+    for cell in experiments(place.protocol)["table"]:
+        told = cell.labels
+        wanted = told["criterion"] == "taylor" and cell.seed == 0 and told["learning"] in learnings
+        if wanted and (place.work / cell.name / "results.json").exists():
+            yield cell
+
+
+def _tasks(place: Place, cell: Cell) -> dict[float, sp.Task]:
+    store = sp.Store(place.work / cell.name / "tasks")
+    return {density: store.load(f"{cell.data}-{100 * density:g}") for density in place.protocol.shown}
+
+
+def _base(place: Place, cell: Cell, task: sp.Task) -> nn.Module:
     config = config_of(cell, place)
     return open_network(
         config.network,

@@ -11,10 +11,16 @@ import papers
 from figures import figures
 from found import Found
 from protocol import Protocol
-from tables import DATA, NAMES, TABLES, markdown
+from tables import DATA, NAMES, TABLES, markdown, pays_from
 
+import spalier as sp
 from spalier.reporting.write import standalone
 
+_BASES = {
+    "cifar10": "ResNet-20",
+    "flowers102": "ResNet-50, 102 classes",
+    "catsanddogs": "ResNet-50, 2 classes",
+}
 _TABLE = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -27,6 +33,11 @@ def written(text: str, results: Path, protocol: Protocol) -> str:
         made = _MEASURED[name](results) if name in _MEASURED else TABLES[name](found, protocol)
         return f"{match[1]}\n{made}\n\n{match[3]}"
 
+    there = {match[2] for match in _TABLE.finditer(text)}
+    for name in {*TABLES, *_MEASURED} ^ there:
+        raise sp.errors.RunError(
+            "folder", f"the page has tables {sorted(there)}; {name!r} is not one, or is missing"
+        )
     return _TABLE.sub(table, text)
 
 
@@ -50,7 +61,10 @@ def write_page(docs: Path, results: Path, protocol: Protocol) -> None:
 
 
 def _read(results: Path, name: str) -> Any:
-    return json.loads((results / f"{name}.json").read_text())
+    path = results / f"{name}.json"
+    if not path.is_file():
+        raise sp.errors.RunError("folder", f"{path} is not there; make it by: python3 dev.py paper {name}")
+    return json.loads(path.read_text())
 
 
 def counts_table(results: Path) -> str:
@@ -105,6 +119,26 @@ def rates_table(results: Path) -> str:
     return markdown(["data", "learning", "rate", "validation accuracy by channels"], rows)
 
 
+def tasks_table(results: Path) -> str:
+    """From how many tasks on the base and its task files take fewer bytes than networks of their own."""
+    titles = [
+        "base",
+        "learning",
+        "channels",
+        "base, bytes",
+        "task file, bytes",
+        "network, bytes",
+        "pays from so many tasks on",
+    ]
+    rows = []
+    for row in _read(results, "storage")["rows"]:
+        even = pays_from(row["base"], row["file"], row["network"])
+        sizes = [f"{row[name]:,}" for name in ("base", "file", "network")]
+        named = [_BASES[row["data"]], NAMES[row["learning"]], f"{100 * row['density']:g}%"]
+        rows.append([*named, *sizes, "never" if even is None else f"{even:,}"])
+    return markdown(titles, rows)
+
+
 def latency_table(results: Path) -> str:
     """How much faster than their base networks are, measured in turns."""
     titles = ["network", "channels", "MACs", "times as fast, one image", "times as fast, 32 images"]
@@ -121,4 +155,10 @@ def _speedup(row: dict[str, Any]) -> str:
     return f"{row['speedup']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
 
 
-_MEASURED = {"counts": counts_table, "speeds": speeds_table, "rates": rates_table, "latency": latency_table}
+_MEASURED = {
+    "counts": counts_table,
+    "speeds": speeds_table,
+    "rates": rates_table,
+    "tasks": tasks_table,
+    "latency": latency_table,
+}

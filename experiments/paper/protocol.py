@@ -14,9 +14,10 @@ from typing import Any, Literal
 import spalier as sp
 
 Scale = Literal["full", "mini"]
-PAPERS = ("taylor", "weight", "gradient", "lrp")
+CRITERIA = ("taylor", "weight", "gradient", "lrp")
+"""The paper's."""
 WEIGHTS = "SPALIER_WEIGHTS"
-IMAGENET = "https://download.pytorch.org/models/resnet50-0676ba61.pth"
+_TORCHVISION = "https://download.pytorch.org/models"
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Protocol:
     seeds: Sequence[int]
     criteria: Mapping[str, Sequence[str]]
     """What the table goes through, by data set."""
+    ablation: Mapping[str, Any]
+    """Settings of the ablation, where its network is another one; its name first."""
     ablation_ranks: Sequence[int]
     ablation_inits: Sequence[float]
     whole_kernel: Sequence[int]
@@ -70,9 +73,8 @@ def protocol_of(scale: Scale) -> Protocol:
     return FULL if scale == "full" else MINI
 
 
-def weights_of(protocol: Protocol, folder: Path, data: str) -> Path:
-    """The file of pretrained weights for runs on these data; an error that says where to get it, if it is not there."""
-    name = str(protocol.sets[data]["weights"])
+def weights_of(protocol: Protocol, folder: Path, name: str) -> Path:
+    """A file of pretrained weights; an error that says where to get it, if it is not there."""
     if not (folder / name).is_file():
         raise sp.errors.WeightsError(
             f"{folder / name} is not there; expected {protocol.downloads[name]}: put it there, or name the folder that "
@@ -82,20 +84,28 @@ def weights_of(protocol: Protocol, folder: Path, data: str) -> Path:
 
 
 _PAPERS_RATE = {"fine-pruning": 0.01, "splora": 0.01}
-_PAPERS_NETWORK = {"network": "resnet50", "weights": "resnet50-0676ba61.pth"}
+# everything that the recipe derives from a data set's name is said here: runs are given their data as objects
+_SMALL = {"network_options": {"stem": "cifar"}, "size": 32, "batch": 64, "epochs": 30, "epochs_each": 20}
+_LARGE = {"network_options": {"stem": "imagenet"}, "size": 224, "batch": 32, "epochs": 100, "epochs_each": 50}
+_RESNET50 = {"network": "resnet50", "weights": "resnet50-0676ba61.pth"}
 FULL = Protocol(
     scale="full",
+    # rates are for 256 images and scale with the batch, so the paper's smaller ones for want of memory need not be
     shared={"recipe": "paper", "validation": 0.0},
     sets={
-        "cifar10": {**_PAPERS_NETWORK, "size": 32, "batch": 64},
-        "flowers102": {**_PAPERS_NETWORK, "size": 224, "batch": 32},
-        "catsanddogs": {**_PAPERS_NETWORK, "size": 224, "batch": 32},
+        "cifar10": {**_RESNET50, **_SMALL},
+        "flowers102": {**_RESNET50, **_LARGE},
+        "catsanddogs": {**_RESNET50, **_LARGE},
     },
     rates={"cifar10": _PAPERS_RATE, "flowers102": _PAPERS_RATE, "catsanddogs": _PAPERS_RATE},
-    downloads={"resnet50-0676ba61.pth": f"torchvision's ResNet-50 of ImageNet (IMAGENET1K_V1), {IMAGENET}"},
+    downloads={
+        "resnet50-0676ba61.pth": f"torchvision's ResNet-50 of ImageNet, {_TORCHVISION}/resnet50-0676ba61.pth",
+        "resnet18-f37072fd.pth": f"torchvision's ResNet-18 of ImageNet, {_TORCHVISION}/resnet18-f37072fd.pth",
+    },
     tested={},
     seeds=(0, 1, 2),
-    criteria=dict.fromkeys(("cifar10", "flowers102", "catsanddogs"), (*PAPERS, "random")),
+    criteria=dict.fromkeys(("cifar10", "flowers102", "catsanddogs"), (*CRITERIA, "random")),
+    ablation={"network": "resnet18", "weights": "resnet18-f37072fd.pth"},
     ablation_ranks=(1, 2, 4, 8, 16, 32, 64),
     ablation_inits=(1e-6, 1e-5, 1e-4, 1e-3, 1e-2),
     whole_kernel=(1, 2, 8),
@@ -129,7 +139,7 @@ MINI = Protocol(
             "epochs_last": 6,
         },
         "flowers102": {**_IMAGENET_AT_64, "epochs": 4, "epochs_each": 2, "epochs_last": 4},
-        "catsanddogs": {**_IMAGENET_AT_64, "epochs": 2, "epochs_each": 1, "epochs_last": 2},
+        "catsanddogs": {**_IMAGENET_AT_64, "limit": 2000, "epochs": 2, "epochs_each": 1, "epochs_last": 2},
     },
     rates={
         "cifar10": {"fine-pruning": 0.02, "splora": 0.05},
@@ -137,12 +147,15 @@ MINI = Protocol(
         "catsanddogs": {"fine-pruning": 0.01, "splora": 0.02},
     },
     downloads={
-        "resnet20-cifar100.safetensors": "a ResNet-20 of CIFAR-100 with the layers of experiments/paper/networks.py",
-        "resnet50-imagenet-caffe.fp16.safetensors": "the Caffe ResNet-50 of ImageNet under torchvision's names",
+        "resnet20-cifar100.safetensors": "a ResNet-20 that has learned CIFAR-100, with the layers and names of "
+        "experiments/paper/networks.py",
+        "resnet50-imagenet-caffe.fp16.safetensors": "the ResNet-50 of ImageNet at "
+        "https://github.com/KaimingHe/deep-residual-networks, under torchvision's names",
     },
-    tested={"cifar10": 2500},
+    tested={"cifar10": 2500, "flowers102": 2000, "catsanddogs": 1000},
     seeds=(0, 1, 2),
-    criteria={"cifar10": (*PAPERS, "random"), "flowers102": ("taylor",), "catsanddogs": ("taylor",)},
+    criteria={"cifar10": (*CRITERIA, "random"), "flowers102": ("taylor",), "catsanddogs": ("taylor",)},
+    ablation={},
     ablation_ranks=(8,),
     ablation_inits=(1e-6, 1e-4, 1e-2),
     whole_kernel=(2, 8),

@@ -6,16 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import papers
-from cells import CRITERIA, METHODS, RANKS
+from cells import METHODS, RANKS
 from found import Found, Mean, mean
 from protocol import Protocol
 
 NAMES = {"fine-pruning": "fine-pruning", "r32": "SPLoRA r32", "r8": "SPLoRA r8"}
-BASES = {
-    "cifar10": "ResNet-20",
-    "flowers102": "ResNet-50, 102 classes",
-    "catsanddogs": "ResNet-50, 2 classes",
-}
 DATA = {"cifar10": "CIFAR-10", "flowers102": "Flowers 102", "catsanddogs": "Cats & Dogs"}
 
 
@@ -52,7 +47,7 @@ def main_table(found: Found, protocol: Protocol) -> str:
     rows = []
     for learning in METHODS:
         rows.append(["", NAMES[learning], "100%", *_accuracies(found, protocol, "taylor", learning, 1.0)])
-    for criterion in CRITERIA:
+    for criterion in protocol.criteria["cifar10"]:
         for learning in METHODS:
             for density in protocol.shown[1:]:
                 cells = _accuracies(found, protocol, criterion, learning, density)
@@ -100,7 +95,7 @@ def gain_table(found: Found, protocol: Protocol) -> str:
     ]
     rows = []
     for data in protocol.data:
-        for criterion in CRITERIA:
+        for criterion in protocol.criteria["cifar10"]:
             for learning in ("r32", "r8"):
                 gains = [_gain(found, density, data, criterion, learning) for density in protocol.shown]
                 if gains[-1] is None:
@@ -189,7 +184,7 @@ def literal_table(found: Found, protocol: Protocol) -> str:
     """Criteria where the signal is, as published, and random numbers."""
     titles = ["criterion", "computed", *(_percent(d) for d in protocol.shown[1:])]
     rows = []
-    for criterion in CRITERIA:
+    for criterion in protocol.criteria["cifar10"]:
         for words, variant in (("ours", ""), ("as published", "literal")):
             means = [
                 found.mean(d, data="cifar10", criterion=criterion, learning="r8", variant=variant)
@@ -332,6 +327,7 @@ def ablation_table(found: Found, protocol: Protocol) -> str:
     """Ranks and ranges of the first values."""
     titles = ["rank", "range of W_up", *(_percent(d) for d in protocol.shown)]
     rows = []
+    other = protocol.ablation.get("network", "")
     for rank in protocol.ablation_ranks:
         for init in protocol.ablation_inits:
             labels: dict[str, Any] = {
@@ -339,40 +335,11 @@ def ablation_table(found: Found, protocol: Protocol) -> str:
                 "criterion": "taylor",
                 "learning": f"r{rank}",
                 "init_range": init,
+                "network": other,
             }
             means = [found.mean(d, **labels) for d in protocol.shown]
             if means[0] is not None:
                 rows.append([str(rank), f"±{init:g}", *map(_cell, means)])
-    return markdown(titles, rows)
-
-
-def tasks_table(found: Found, protocol: Protocol) -> str:
-    """From how many tasks on the base and its task files take fewer bytes than networks of their own."""
-    titles = [
-        "base",
-        "learning",
-        "channels",
-        "base, bytes",
-        "task file, bytes",
-        "network, bytes",
-        "pays from so many tasks on",
-    ]
-    rows = []
-    for data in protocol.data:
-        for learning in ("r32", "r8"):
-            labels: dict[str, Any] = {"data": data, "criterion": "taylor", "learning": learning}
-            whole = found.mean(1.0, "parameters", scale=4, **labels)
-            for density in protocol.shown:
-                file, network = (
-                    found.mean(density, name, scale=scale, **labels)
-                    for name, scale in (("bytes", 1), ("parameters", 4))
-                )
-                if whole is None or file is None or network is None:
-                    continue
-                numbers = [f"{value.value:,.0f}" for value in (whole, file, network)]
-                even = pays_from(whole.value, file.value, network.value)
-                words = "never" if even is None else f"{even:,}"
-                rows.append([BASES[data], NAMES[learning], _percent(density), *numbers, words])
     return markdown(titles, rows)
 
 
@@ -410,7 +377,6 @@ TABLES: dict[str, Callable[[Found, Protocol], str]] = {
     "distillation": distillation_table,
     "ranks": ranks_table,
     "ablation": ablation_table,
-    "tasks": tasks_table,
     "times": times_table,
 }
 """By the name that the page gives them."""

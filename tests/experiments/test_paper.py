@@ -10,8 +10,9 @@ import carry_out
 import pytest
 import torch
 from carry_out import Place, config_of, samples_of
-from cells import _cell
+from cells import Cell, cell_of
 from protocol import MINI
+from released import Released
 from safetensors.torch import save_file
 
 import spalier as sp
@@ -57,8 +58,8 @@ def _measured(rows: list[dict[str, object]]) -> list[dict[str, object]]:
 
 
 def test_a_cell_from_end_to_end(place: Place) -> None:
-    cell = _cell(TINY, "digits", "r8", 0)
-    assert carry_out.carry_out([cell], place) == []
+    cell = cell_of(TINY, "digits", "r8", 0)
+    assert carry_out.carry_out([cell], place) == {}
     found = json.loads((place.results / f"{cell.name}.json").read_text())
     assert [row["target"] for row in found["rows"]] == [1.0, 0.6, 0.3]
     assert found["tested"] == 50
@@ -74,10 +75,10 @@ def test_a_cell_from_end_to_end(place: Place) -> None:
 
 def test_a_cell_that_shares_its_first_block_is_the_run_that_does_not(place: Place, tmp_path: Path) -> None:
     shared = [
-        carry_out.rows_of(_cell(TINY, "digits", "r8", 0, criterion=name), place)
+        carry_out.rows_of(cell_of(TINY, "digits", "r8", 0, criterion=name), place)
         for name in ("weight", "taylor")
     ]
-    cell = _cell(TINY, "digits", "r8", 0)
+    cell = cell_of(TINY, "digits", "r8", 0)
     whole = (
         config_of(cell, place)
         .with_(**cell.after)
@@ -87,9 +88,56 @@ def test_a_cell_that_shares_its_first_block_is_the_run_that_does_not(place: Plac
     assert shared[0][0]["test"] == shared[1][0]["test"]
 
 
+def test_a_release_sets_filters_to_zero_and_no_more(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, object]]] = []
+    prune = Released._prune_
+
+    def watched(engine: Released) -> None:
+        before = {name: value.clone() for name, value in engine.net.state_dict().items()}
+        prune(engine)
+        after = {name: value.clone() for name, value in engine.net.state_dict().items()}
+        seen.append((before, after, dict(engine.gone)))
+
+    monkeypatch.setattr(Released, "_prune_", watched)
+    carry_out.rows_of(cell_of(TINY, "digits", "r8", 0, variant="released", masks="released"), place)
+    assert len(seen) == 2
+    for before, after, gone in seen:
+        written = {f"{layer}.weight": mask for layer, mask in gone.items()}
+        assert written.keys() <= after.keys()
+        for name, value in after.items():
+            mask = (
+                torch.from_numpy(written[name])
+                if name in written
+                else torch.zeros(len(value) if value.dim() else 0, dtype=torch.bool)
+            )
+            if value.dim():
+                assert not value[mask].any()
+                assert torch.equal(value[~mask], before[name][~mask])
+
+
+def test_a_cell_whose_teacher_is_another_makes_that_one_first(place: Place) -> None:
+    cell = cell_of(TINY, "digits", "r8", 0, variant="taught", teacher="fine-pruning")
+    rows = carry_out.rows_of(cell, place)
+    assert (place.work / "digits-fine-pruning-seed0" / "tasks" / "digits-100.task.safetensors").exists()
+    assert [row["target"] for row in rows] == [1.0, 0.6, 0.3]
+
+
+def test_one_cell_that_fails_stops_no_other(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = (cell_of(TINY, "digits", "r8", 0, criterion=name) for name in ("weight", "taylor"))
+
+    def rows_of(cell: Cell, place: Place) -> list[dict[str, object]]:
+        if cell is bad:
+            raise sp.errors.RunError("not-finite", "the loss is nan")
+        return [{"target": 1.0, "test": 0.5}]
+
+    monkeypatch.setattr(carry_out, "rows_of", rows_of)
+    assert carry_out.carry_out([bad, good], place) == {bad.name: "the loss is nan"}
+    assert [path.stem for path in place.results.iterdir()] == [good.name]
+
+
 def test_released_filters_are_alive_again(place: Place) -> None:
     rows = {
-        name: carry_out.rows_of(_cell(TINY, "digits", name, 0, variant="released", masks="released"), place)
+        name: carry_out.rows_of(cell_of(TINY, "digits", name, 0, variant="released", masks="released"), place)
         for name in ("fine-pruning", "r8")
     }
     for name, found in rows.items():
