@@ -18,6 +18,7 @@ import copy
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,52 +32,13 @@ from torch import Tensor, nn
 import spalier as sp
 from spalier.criteria import CRITERIA, Gradient, Random, Taylor
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "paper"))
+from networks import resnet20
+
 RESULTS = Path(__file__).parent / "results" / "recovery.json"
 TRAIN, TEST, CALIBRATION, BATCH = 5000, 2000, 500, 100
 SEEDS = 3
 Images = tuple[Tensor, Tensor]
-
-
-class Block(nn.Module):
-    """Two convolutions and a shortcut, without a rectifier behind the sum."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outputs)
-        self.shortcut = nn.Sequential()
-        if stride > 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-        shortcut: Tensor = self.shortcut(x)
-        return out + shortcut
-
-
-class ResNet20(nn.Module):
-    def __init__(self, classes: int = 100) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(64)
-        widths, inputs = (16, 32, 64), 64
-        for number, width in enumerate(widths, 1):
-            strides = (1 if number == 1 else 2, 1, 1)
-            blocks = [Block(inputs if i == 0 else width, width, s) for i, s in enumerate(strides)]
-            self.add_module(f"layer{number}", nn.Sequential(*blocks))
-            inputs = width
-        self.linear = nn.Linear(256, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn1(self.conv1(x)))
-        for number in (1, 2, 3):
-            x = F.relu(self.get_submodule(f"layer{number}")(x))
-        out: Tensor = self.linear(F.avg_pool2d(x, 4).flatten(1))
-        return out
 
 
 def images(folder: Path, name: str, count: int) -> Images:
@@ -94,7 +56,7 @@ def base(weights: Path) -> nn.Module:
     """The pretrained network with a fresh head for ten classes."""
     from safetensors.torch import load_file
 
-    net = ResNet20()
+    net = resnet20()
     net.load_state_dict(load_file(weights / "resnet20-cifar100.safetensors"))
     net.linear = nn.Linear(256, 10)
     return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
