@@ -172,7 +172,7 @@ def masks(found: Found, protocol: Protocol) -> Figure:
     return Figure(
         "masks",
         "CIFAR-10: masks that hold, and masks that do not",
-        "Released masks are set once, as in the published code: what counts as pruned goes on learning.",
+        "Released masks are set at each prune and hold for no step of training, as in the published code.",
         panels,
         ["learning", "masks", "channels", "accuracy", "standard deviation"],
         rows,
