@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import spalier as sp
-from spalier.criteria import CRITERIA, Gradient, Random, Taylor
+from spalier.criteria import CRITERIA, Random
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "paper"))
 from networks import resnet20
@@ -106,11 +106,7 @@ def recoveries(batches: list[Any]) -> dict[str, sp.Recovery | None]:
 
 def criteria(net: nn.Module, batches: list[Any], test: Images) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    literal: dict[str, list[Any]] = {
-        "gradient, literal": [Gradient(literal=True)],
-        "taylor, literal": [Taylor(literal=True)],
-    }
-    chosen: dict[str, list[Any]] = {name: [name] for name in CRITERIA} | literal
+    chosen: dict[str, list[Any]] = {name: [name] for name in CRITERIA}
     chosen["random"] = [Random(seed=s) for s in range(3)]
     for name, several in chosen.items():
         rows = []
