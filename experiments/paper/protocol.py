@@ -144,7 +144,7 @@ MINI = Protocol(
     rates={
         "cifar10": {"fine-pruning": 0.02, "splora": 0.05},
         "flowers102": {"fine-pruning": 0.01, "splora": 0.02},
-        "catsanddogs": {"fine-pruning": 0.01, "splora": 0.02},
+        "catsanddogs": {"fine-pruning": 0.004, "splora": 0.007},
     },
     downloads={
         "resnet20-cifar100.safetensors": "a ResNet-20 that has learned CIFAR-100, with the layers and names of "
