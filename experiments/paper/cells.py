@@ -154,9 +154,11 @@ def _literal(protocol: Protocol, seed: int) -> Iterator[Cell]:
 
 
 def _writers(protocol: Protocol, seed: int) -> Iterator[Cell]:
-    """Layers that write into one stream keep the same channels."""
-    for learning in METHODS:
-        yield cell_of(protocol, "cifar10", learning, seed, variant="coupled", after={"writers": "coupled"})
+    """Layers that write into one stream keep the same channels, by the sum of their scores or by the mean."""
+    for variant, select in (("coupled", {}), ("coupled-mean", {"select": {"aggregate": "mean"}})):
+        for learning in METHODS:
+            after = {"writers": "coupled", **select}
+            yield cell_of(protocol, "cifar10", learning, seed, variant=variant, after=after)
 
 
 def _distillation(protocol: Protocol, seed: int) -> Iterator[Cell]:

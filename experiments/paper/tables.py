@@ -196,26 +196,24 @@ def literal_table(found: Found, protocol: Protocol) -> str:
 
 
 def writers_table(found: Found, protocol: Protocol) -> str:
-    """Free writers against coupled ones."""
-    titles = [
-        "learning",
-        "writers",
-        *(f"{_percent(d)}" for d in protocol.shown[1:]),
-        "MACs at 10%",
-        "weights at 10%",
-    ]
+    """Free writers against coupled ones; the same share of channels is not the same share of work."""
+    titles = ["learning", "writers", "channels", "weights", "MACs", "accuracy"]
+    ways = (("free", ""), ("coupled, scores summed", "coupled"), ("coupled, their mean", "coupled-mean"))
     rows = []
     for learning in METHODS:
-        for words, variant in (("free", ""), ("coupled", "coupled")):
+        for words, variant in ways:
             labels: dict[str, Any] = {
                 "data": "cifar10",
                 "criterion": "taylor",
                 "learning": learning,
                 "variant": variant,
             }
-            means = [found.mean(d, **labels) for d in protocol.shown[1:]]
-            costs = [found.mean(0.1, name, **labels) for name in ("macs", "weights")]
-            rows.append([NAMES[learning], words, *map(_cell, means), *map(_share, costs)])
+            for density in protocol.shown[1:]:
+                accuracy = found.mean(density, **labels)
+                if accuracy is None:
+                    continue
+                costs = [found.mean(density, name, **labels) for name in ("weights", "macs")]
+                rows.append([NAMES[learning], words, _percent(density), *map(_share, costs), str(accuracy)])
     return markdown(titles, rows)
 
 
