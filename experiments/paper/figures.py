@@ -186,6 +186,9 @@ def _order(mark: Mark) -> int:
 
 def ablation(found: Found) -> Figure:
     """The paper's figure 4 by rank: accuracy at each density."""
+    found = found.alike(
+        data=["cifar10"], criterion=["taylor"], learning=[f"r{rank}" for rank in RANKS], variant=[""]
+    )
     densities = [1.0, 0.5, 0.3, 0.2, 0.1]
     marks: list[Mark] = []
     rows = list[list[Cell]]()
@@ -208,6 +211,9 @@ def ablation(found: Found) -> Figure:
 
 def worth(found: Found) -> Figure:
     """Accuracy at 10% of the channels against the bytes of the task's file."""
+    found = found.alike(
+        data=["cifar10"], criterion=["taylor"], variant=["", "rank-pruned=0.25", "rank-pruned=0.0625"]
+    )
     kinds: list[tuple[str, str, dict[str, Any]]] = [
         ("centre tap", f"r{rank}", {"learning": f"r{rank}"}) for rank in RANKS
     ]

@@ -46,6 +46,19 @@ class Found:
             if all(told[name] == value for name, value in wanted.items()):
                 yield cell
 
+    def alike(self, **labels: Sequence[Any]) -> Found:
+        """Only the seeds that every cell with one of these labels has, so that variants are compared seed by seed."""
+        seeds: dict[str, set[int]] = {}
+        for cell in self.cells:
+            told = {**_PLAIN, **cell["labels"]}
+            if all(told[name] in values for name, values in labels.items()):
+                kind = json.dumps(
+                    {name: value for name, value in told.items() if name != "seed"}, sort_keys=True
+                )
+                seeds.setdefault(kind, set()).add(told["seed"])
+        common = set.intersection(*seeds.values()) if seeds else set()
+        return Found([cell for cell in self.cells if cell["labels"]["seed"] in common])
+
     def rows(self, target: float, **labels: Any) -> list[dict[str, Any]]:
         """Their rows at a density, one for each seed."""
         return [row for cell in self.pick(**labels) for row in cell["rows"] if row["target"] == target]

@@ -11,6 +11,7 @@ from found import Found, Mean, mean
 from protocol import Protocol
 
 NAMES = {"fine-pruning": "fine-pruning", "r32": "SPLoRA r32", "r8": "SPLoRA r8"}
+_COUPLED, _TAUGHT = ("coupled", "coupled-mean"), ("self-taught", "taught")
 DATA = {"cifar10": "CIFAR-10", "flowers102": "Flowers 102", "catsanddogs": "Cats & Dogs"}
 
 
@@ -140,6 +141,9 @@ def _stated_gain(data: str, criterion: str, learning: str, density: float) -> st
 
 def masks_table(found: Found, protocol: Protocol) -> str:
     """Masks enforced, released, and released but removed in the end."""
+    found = found.alike(
+        data=["cifar10"], criterion=["taylor"], learning=list(METHODS), variant=["", "released"]
+    )
     titles = [
         "learning",
         "channels",
@@ -182,6 +186,9 @@ def released_gains(found: Found, protocol: Protocol) -> str:
 
 def literal_table(found: Found, protocol: Protocol) -> str:
     """Criteria where the signal is, as published, and random numbers."""
+    found = found.alike(
+        data=["cifar10"], learning=["r8"], criterion=protocol.criteria["cifar10"], variant=["", "literal"]
+    )
     titles = ["criterion", "computed", *(_percent(d) for d in protocol.shown[1:])]
     rows = []
     for criterion in protocol.criteria["cifar10"]:
@@ -197,11 +204,14 @@ def literal_table(found: Found, protocol: Protocol) -> str:
 
 def writers_table(found: Found, protocol: Protocol) -> str:
     """Free writers against coupled ones; the same share of channels is not the same share of work."""
+    found = found.alike(
+        data=["cifar10"], criterion=["taylor"], learning=list(METHODS), variant=["", *_COUPLED]
+    )
     titles = ["learning", "writers", "channels", "weights", "MACs", "accuracy"]
-    ways = (("free", ""), ("coupled, scores summed", "coupled"), ("coupled, their mean", "coupled-mean"))
+    ways = {"free": "", "coupled, scores summed": _COUPLED[0], "coupled, their mean": _COUPLED[1]}
     rows = []
     for learning in METHODS:
-        for words, variant in ways:
+        for words, variant in ways.items():
             labels: dict[str, Any] = {
                 "data": "cifar10",
                 "criterion": "taylor",
@@ -222,15 +232,17 @@ def control_table(found: Found, protocol: Protocol) -> str:
     titles = ["learning", "unpruned, before pruning begins", "unpruned, as many epochs as to 10%", "at 10%"]
     rows = []
     for learning in METHODS:
-        labels: dict[str, Any] = {"data": "cifar10", "learning": learning}
-        rows.append(
-            [
-                NAMES[learning],
-                _cell(found.mean(1.0, criterion="taylor", **labels)),
-                _cell(found.mean(1.0, criterion="unpruned", **labels)),
-                _cell(found.mean(0.1, criterion="taylor", **labels)),
-            ]
+        own = found.alike(
+            data=["cifar10"], criterion=["taylor", "unpruned"], variant=[""], learning=[learning]
         )
+        labels: dict[str, Any] = {"data": "cifar10", "learning": learning}
+        means = [
+            own.mean(1.0, criterion="taylor", **labels),
+            own.mean(1.0, criterion="unpruned", **labels),
+            own.mean(0.1, criterion="taylor", **labels),
+        ]
+        if means[1] is not None:
+            rows.append([NAMES[learning], *map(_cell, means)])
     return markdown(titles, rows)
 
 
@@ -239,16 +251,17 @@ def control_table(found: Found, protocol: Protocol) -> str:
 
 def distillation_table(found: Found, protocol: Protocol) -> str:
     """Labels alone, the network itself as a teacher, the fine-tuned one; less fine-pruning at 30%."""
+    found = found.alike(
+        data=["cifar10"], criterion=["taylor"], learning=list(METHODS), variant=["", *_TAUGHT]
+    )
     titles = ["learning", "teacher", *(_percent(d) for d in protocol.shown[1:]), "less fine-pruning, at 30%"]
     base: dict[str, Any] = {"data": "cifar10", "criterion": "taylor"}
     fine = [found.mean(d, learning="fine-pruning", **base) for d in protocol.shown[1:]]
     rows = [[NAMES["fine-pruning"], "none", *map(_cell, fine), ""]]
     seeds = _by_seed(found, 0.3, learning="fine-pruning", **base)
     for learning in ("r32", "r8"):
-        for words, variant in (
-            ("none", ""),
-            ("itself, unpruned", "self-taught"),
-            ("fine-tuned network", "taught"),
+        for words, variant in zip(
+            ("none", "itself, unpruned", "fine-tuned network"), ("", *_TAUGHT), strict=True
         ):
             labels: dict[str, Any] = {**base, "learning": learning, "variant": variant}
             own = _by_seed(found, 0.3, **labels)
@@ -260,6 +273,9 @@ def distillation_table(found: Found, protocol: Protocol) -> str:
 
 def ranks_table(found: Found, protocol: Protocol) -> str:
     """What each rank costs and gives at 10% of the channels, and whether another gives as much for fewer bytes."""
+    found = found.alike(
+        data=["cifar10"], criterion=["taylor"], variant=["", "rank-pruned=0.25", "rank-pruned=0.0625"]
+    )
     titles = [
         "adapter",
         "learned at 10%",
@@ -323,6 +339,9 @@ def _better(words: str, known: dict[str, dict[str, Mean | None]]) -> str:
 
 def ablation_table(found: Found, protocol: Protocol) -> str:
     """Ranks and ranges of the first values."""
+    found = found.alike(
+        data=["cifar10"], criterion=["taylor"], learning=[f"r{r}" for r in protocol.ablation_ranks]
+    )
     titles = ["rank", "range of W_up", *(_percent(d) for d in protocol.shown)]
     rows = []
     other = protocol.ablation.get("network", "")
