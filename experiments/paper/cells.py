@@ -155,9 +155,9 @@ def _literal(protocol: Protocol, seed: int) -> Iterator[Cell]:
 
 def _writers(protocol: Protocol, seed: int) -> Iterator[Cell]:
     """Layers that write into one stream keep the same channels, by the sum of their scores or by the mean."""
-    for variant, select in (("coupled", {}), ("coupled-mean", {"select": {"aggregate": "mean"}})):
+    for variant, together in (("coupled", "sum"), ("coupled-mean", "mean")):
         for learning in METHODS:
-            after = {"writers": "coupled", **select}
+            after = {"writers": "coupled", "select": {"aggregate": together}}
             yield cell_of(protocol, "cifar10", learning, seed, variant=variant, after=after)
 
 
