@@ -141,7 +141,7 @@ def tasks_table(results: Path) -> str:
 
 def latency_table(results: Path) -> str:
     """How much faster than their base networks are, measured in turns."""
-    titles = ["network", "channels", "MACs", "times as fast, one image", "times as fast, 32 images"]
+    titles = ["data", "channels", "MACs", "times as fast, one image", "times as fast, 32 images"]
     read, rows = _read(results, "latency"), []
     for data in (name for name in DATA if name in read):
         for density in sorted({row["density"] for row in read[data]}, reverse=True):
