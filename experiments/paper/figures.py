@@ -144,7 +144,7 @@ def masks(found: Found, protocol: Protocol) -> Figure:
     ways = (
         ("enforced", "", "test"),
         ("released", "released", "test"),
-        ("released, then removed", "released", "test_removed"),
+        ("then removed", "released", "test_removed"),
     )
     densities = [0.7, 0.5, 0.3, 0.2, 0.1]
     panels, rows = [], list[list[Cell]]()
