@@ -38,7 +38,7 @@ def select(
     ranking: Ranking = "global",
     writers: Writers = "coupled",
     normalise: Normalise | None = None,
-    aggregate: Aggregate = "mean",
+    aggregate: Aggregate = "sum",
     min_keep: int = 1,
     round_to: int = 1,
     protect: str | Sequence[str] | None = None,
@@ -64,8 +64,8 @@ def select(
         writers: "coupled", or "free" to let each layer that writes into a residual stream keep channels of its own.
         normalise: what each layer's scores are divided by first: none, sum, l2, mean or max; by default the
             criterion's choice.
-        aggregate: how the scores of coupled writers are brought together: mean, sum or max. A unit of a stream with
-            several writers takes a channel from each of them, so the mean is what it is worth for each channel.
+        aggregate: how the scores of coupled writers are brought together: sum, mean or max. A unit of a stream with
+            several writers takes a channel from each of them; the mean is what it is worth for each channel.
         min_keep: how many units stay everywhere.
         round_to: widths become multiples of this, 8 or 16 say, or stay whole.
         protect: layers that keep all their channels, names or patterns of modules.

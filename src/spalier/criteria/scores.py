@@ -48,7 +48,7 @@ class Scores:
             f"no layer {name!r} was scored; expected a name such as {', '.join(map(repr, close))}"
         )
 
-    def of(self, stream: str, normalise: Normalise | None = None, aggregate: Aggregate = "mean") -> Floats:
+    def of(self, stream: str, normalise: Normalise | None = None, aggregate: Aggregate = "sum") -> Floats:
         """The scores of a stream: each of its layers normalised, then brought together."""
         parts = [normalised(each, normalise or self.normalise) for each in self.layers[stream].values()]
         gone = np.isnan(np.stack(parts)).all(0)
