@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[str, str, list[list[str]]]] = {
     ),
     "paper": (
         "run the paper's experiments: paper --help",
-        "train",
+        "cli",
         [["experiments/paper/run.py"]],
     ),
     "bench": ("measure a training step against the peers", "bench", [["benchmarks/training_step.py"]]),
