@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 import spalier as sp
-from spalier._table import table
 from spalier.data.loader import Loader
 from spalier.data.part import Pixels
 from spalier.data.samples import small
+from spalier.text import table
 
 RANK, SAMPLES = 8, 50_000
 BATCHES, THREADS = (64, 128, 256), (1, 2)

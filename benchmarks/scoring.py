@@ -26,7 +26,7 @@ import torchvision_ops
 from torch import Tensor, nn
 
 import spalier as sp
-from spalier._table import table
+from spalier.text import table
 
 torchvision_ops.declare()  # zennit looks for torchvision as it is imported
 

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 import spalier as sp
 from spalier.structure.structure import Structure
 from spalier.tasks import table as tables
-from spalier.tasks.report import Cost, Report
+from spalier.tasks.costs import Cost, Report
 
 torchvision_ops.declare()  # peft looks for torchvision as it is imported
 

@@ -29,7 +29,7 @@ import torchvision_ops
 from torch import Tensor, nn
 
 import spalier as sp
-from spalier._table import table
+from spalier.text import table
 
 torchvision_ops.declare()  # peft looks for torchvision as it is imported
 

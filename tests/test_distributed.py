@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from trained import EXAMPLE, DigitNet
 
 import spalier as sp
-from spalier.budget import latency
+from spalier import selecting as latency
 from spalier.errors import PlanError
 
 

@@ -9,21 +9,19 @@ from spalier import errors
 
 if TYPE_CHECKING:
     from spalier import criteria, models
-    from spalier.adapters import FineTune, LoRA, SPLoRA, SPPaRA, detach_, fuse
-    from spalier.attaching import attach_
+    from spalier.adapters import FineTune, LoRA, SPLoRA, SPPaRA, attach_, detach_, fuse
     from spalier.benching import bench
-    from spalier.budget import select
     from spalier.counting import count
     from spalier.criteria import Scores, score
     from spalier.pruning.attributes import resizes
-    from spalier.pruning.kept import kept_units
-    from spalier.pruning.plan import Plan
+    from spalier.pruning.plan import Plan, kept_units
     from spalier.pruning.prune import prune_
     from spalier.pruning.recovery import Recovery
     from spalier.reporting.write import report
     from spalier.runs.sweep import Sweep
     from spalier.runs.transfer import TransferPruning
     from spalier.scheduling import Schedule
+    from spalier.selecting import select
     from spalier.structure.structure import Structure
     from spalier.tasks.store import Store
     from spalier.tasks.switcher import Switcher
@@ -80,17 +78,17 @@ _LATER = {
     "Switcher": "tasks.switcher",
     "Task": "tasks.task",
     "TransferPruning": "runs.transfer",
-    "attach_": "attaching",
+    "attach_": "adapters",
     "bench": "benching",
     "count": "counting",
     "detach_": "adapters",
     "fuse": "adapters",
-    "kept_units": "pruning.kept",
+    "kept_units": "pruning.plan",
     "prune_": "pruning.prune",
     "report": "reporting.write",
     "resizes": "pruning.attributes",
     "score": "criteria",
-    "select": "budget",
+    "select": "selecting",
     "trace": "tracing",
 }
 _MODULES = ("criteria", "models")

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spalier._table import table
 from spalier.adapters.forward import divert_, is_diverted, undivert_, updates
 from spalier.errors import ConfigError, ExampleError
+from spalier.text import table
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,17 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from spalier._table import table
+from spalier import files
 from spalier.benching.measuring import bench
 from spalier.errors import RunError
 from spalier.networks import open_network
 from spalier.reporting.write import report
 from spalier.runs.results import Results
 from spalier.runs.transfer import TransferPruning
-from spalier.tasks import files
 from spalier.tasks.store import Store
 from spalier.tasks.switcher import Switcher
 from spalier.tasks.task import Task
+from spalier.text import table
 
 Say = Callable[[str], None]
 

@@ -9,8 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spalier.budget.meter import Meter
-from spalier.budget.select import select
+from spalier.budget import Meter
 from spalier.criteria.criterion import Criterion
 from spalier.criteria.probe import structure_of
 from spalier.criteria.score import criterion_of, score
@@ -18,6 +17,7 @@ from spalier.errors import ConfigError
 from spalier.pruning.plan import Plan
 from spalier.pruning.prune import prune_
 from spalier.pruning.recovery import Recovery
+from spalier.selecting import select
 from spalier.structure.structure import Structure
 
 Budget = Literal["channels", "weights", "macs", "latency"]

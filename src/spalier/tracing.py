@@ -9,12 +9,10 @@ from typing import Any
 from torch import nn
 
 from spalier.errors import TraceError
-from spalier.pruning.kept import MARK
-from spalier.pruning.probe import unfollowed
-from spalier.structure.files import Cache
+from spalier.pruning.dry_run import unfollowed
+from spalier.pruning.plan import MARK
 from spalier.structure.find import Freeze, find, without
-from spalier.structure.fingerprint import fingerprint
-from spalier.structure.structure import Structure
+from spalier.structure.structure import Cache, Structure, fingerprint
 
 
 def trace(

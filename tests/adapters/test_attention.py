@@ -8,7 +8,7 @@ from support import awaken_
 from torch import nn
 
 import spalier as sp
-from spalier.adapters.readers import read_layers
+from spalier.adapters.forward import read_layers
 from spalier.errors import UnsupportedLayerError
 
 

@@ -21,9 +21,9 @@ from torch import nn
 import spalier
 from attacks.files import CASES, HOSTILE_TEXT, MARKUP, nested, pickled, saved
 from attacks.parts import base, changed, example, join, pack, split, task, unpack, valid
+from spalier import files
 from spalier.errors import TASK_FILE_CODES, TaskFileError
-from spalier.tasks import files
-from spalier.tasks.text import SUFFIX, check_name
+from spalier.tasks.container import SUFFIX, check_name
 
 SECONDS = 3
 """What no refusal may take; nearly all take milliseconds."""

@@ -23,8 +23,8 @@ from support import assert_unchanged, snapshot
 import spalier
 from attacks.parts import Parts, base, join, pack, split, unpack, valid
 from spalier.errors import TaskFileError
+from spalier.tasks.container import SUFFIX
 from spalier.tasks.table import Table, Values
-from spalier.tasks.text import SUFFIX
 
 MEGABYTES = 64
 """Of memory that Python or numpy may need for a file of at most 100 KB."""

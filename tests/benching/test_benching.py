@@ -18,10 +18,9 @@ from torch import nn
 import spalier as sp
 from spalier.adapters.attachment import attachment_of
 from spalier.benching import Benchmark, Timing, backends, bench, measuring
-from spalier.benching.intervals import FEWEST, interval, quartiles, rank
 from spalier.benching.results import BASE, compare, verdict_of
-from spalier.benching.turns import take_turns
 from spalier.errors import ConfigError, ExampleError, TaskFileError
+from spalier.timing import FEWEST, interval, quartiles, rank, take_turns
 
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 QUICK = {"rounds": 6, "seconds": 0.0, "batches": (1, 3), "backends": ("eager",)}

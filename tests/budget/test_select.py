@@ -17,11 +17,10 @@ from trained import EXAMPLE, DigitNet
 
 import spalier as sp
 from spalier import criteria
-from spalier.budget.meter import Meter
-from spalier.budget.ranking import Order, group
+from spalier.budget import Meter, Order, group
 from spalier.criteria.scores import Scores, normalised
 from spalier.errors import BudgetError, ConfigError, PlanError, SpalierError, TargetError
-from spalier.pruning.kept import after, kept_of
+from spalier.pruning.plan import after, kept_of
 
 
 def adapted(rank=4):
@@ -297,7 +296,7 @@ def test_a_budget_of_time_is_measured():
 
 def test_a_plan_that_is_no_faster_warns(monkeypatch):
     """On a machine where everything takes as long as everything else."""
-    monkeypatch.setattr("spalier.budget.latency.seconds", lambda nets, *_: [1.0] * len(nets))
+    monkeypatch.setattr("spalier.selecting.seconds", lambda nets, *_: [1.0] * len(nets))
     with pytest.warns(UserWarning, match="will not be faster"):
         sp.select(NET, random_scores(), latency=1.0)
     refused("latency=0.5 cannot be reached: .* 1.000 was measured", random_scores(), latency=0.5)
@@ -308,14 +307,14 @@ def test_what_is_measured_corrects_the_table(monkeypatch):
     meter = Meter(NET, STRUCTURE)
     whole = meter.channels(meter.whole)
     monkeypatch.setattr(
-        "spalier.budget.latency.Latency._measured_layers", lambda self: {"layers": {}, "rest": 1.0}
+        "spalier.selecting.Latency._measured_layers", lambda self: {"layers": {}, "rest": 1.0}
     )
 
     def timed(self, plan, _):
         left = meter.channels(after(plan, meter.kept)) / whole
         return 0.3 + 0.7 * left, 1.0
 
-    monkeypatch.setattr("spalier.budget.latency.Latency._timed", timed)
+    monkeypatch.setattr("spalier.selecting.Latency._timed", timed)
     plan = sp.select(NET, random_scores(), latency=0.6)
     assert 0.55 < plan.prediction.latency <= 0.6
 

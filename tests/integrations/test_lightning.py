@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import spalier as sp
-from spalier.budget.meter import Meter
+from spalier.budget import Meter
 from spalier.criteria.probe import structure_of
 from spalier.errors import ConfigError, PlanError
 from spalier.integrations.lightning import PruningCallback

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import spalier as sp
-from spalier.budget.meter import Meter
+from spalier.budget import Meter
 from spalier.criteria.probe import structure_of
 from spalier.errors import ConfigError, ScoreError
 from spalier.integrations.transformers import PruningCallback

@@ -26,7 +26,7 @@ from spalier.reporting.scales import Axis
 from spalier.reporting.sizes import _ticks, break_even
 from spalier.reporting.svg import draw
 from spalier.reporting.write import export, report, standalone
-from spalier.tasks.report import Report
+from spalier.tasks.costs import Report
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -16,12 +16,12 @@ import torch
 from running import Small, outcome, quick
 from torch.utils.data import TensorDataset
 
+from spalier import files
 from spalier.data.data import Data
 from spalier.errors import NetworkError, RunError
 from spalier.runs.engine import Engine
 from spalier.runs.folder import RunFolder
 from spalier.runs.transfer import TransferPruning
-from spalier.tasks import files
 
 ROOT = Path(__file__).parents[2]
 

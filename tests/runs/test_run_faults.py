@@ -10,13 +10,13 @@ from running import Small, outcome, quick
 from torch import nn
 from torch.utils.data import Dataset
 
+from spalier import files
 from spalier.data.data import Data
 from spalier.errors import ConfigError, DataError, RunError, TaskFileError
 from spalier.runs import machine
 from spalier.runs.checkpoint import load_checkpoint
 from spalier.runs.engine import Engine
 from spalier.runs.folder import RunFolder
-from spalier.tasks import files
 
 
 @pytest.fixture(scope="module")

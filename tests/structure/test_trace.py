@@ -12,7 +12,7 @@ from torch import nn
 
 import spalier as sp
 from spalier.errors import ExampleError, TargetError, TraceError
-from spalier.structure.files import Cache, from_dict
+from spalier.structure.structure import Cache, from_dict
 
 IMAGE = torch.randn(2, 3, 8, 8)
 

@@ -21,8 +21,8 @@ import torch
 import spalier
 from attacks.parts import base, task, valid
 from spalier.errors import TaskFileError
-from spalier.tasks.files import LEFTOVER_AGE
-from spalier.tasks.text import SUFFIX
+from spalier.files import LEFTOVER_AGE
+from spalier.tasks.container import SUFFIX
 
 fcntl, resource = pytest.importorskip("fcntl"), pytest.importorskip("resource")
 HERE = Path(__file__).parents[1]

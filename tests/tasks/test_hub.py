@@ -17,7 +17,7 @@ from support import awaken_, tiny_cnn
 import spalier
 from spalier import Store, Task
 from spalier.errors import TaskFileError
-from spalier.tasks.card import card, escaped
+from spalier.tasks.hub import card, escaped
 
 REPOSITORY = "someone/tasks"
 TOKEN = "hf_secretsecretsecretsecret"

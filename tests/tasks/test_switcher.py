@@ -222,7 +222,7 @@ def test_serving_needs_no_structure_and_no_training(tmp_path, base, store):
         f"base = torch.load({str(tmp_path / 'base.pt')!r}, weights_only=False);"
         f"net = sp.Switcher(base, {str(store.folder)!r}).activate('a');"
         "bad = [m for m in sys.modules if m.startswith(('spalier.structure.', 'spalier.criteria', 'spalier.budget',"
-        " 'spalier.tracing', 'spalier.scheduling', 'spalier.pruning.prune', 'spalier.tasks.describe'))];"
+        " 'spalier.tracing', 'spalier.scheduling', 'spalier.pruning.prune', 'spalier.tasks.extract'))];"
         "print(bad)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

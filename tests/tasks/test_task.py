@@ -368,7 +368,7 @@ def test_stored_is_what_the_file_gives(storage, tmp_path):
 
 
 def test_int8_is_the_obvious_rounding():
-    from spalier.tasks.storage import quantised, restored
+    from spalier.tasks.description import quantised, restored
 
     values, rows = torch.tensor([1.0, -0.5, 0.1, 0.0, 0.0, 0.0]), [(1, 3), (1, 3)]
     codes, scales = quantised(values, rows)

@@ -1,28 +1,25 @@
-"""Attach an adapter to a network in place, and take it off again: plan everything, then change it at once."""
+"""Which modules a caller means: by pattern, by predicate, or all that can be adapted.
+
+Weights that several layers share: they are adapted together or not at all, and stay one tensor.
+
+Attach an adapter to a network in place, and take it off again: plan everything, then change it at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
 
-from spalier.adapters.attachment import (
-    Attachment,
-    Updated,
-    attachment_of,
-    copies_of,
-    is_marked,
-)
-from spalier.adapters.config import Adapter, Fit
-from spalier.adapters.finetune import FineTune
-from spalier.adapters.forward import adapted_reads, adapter_name
-from spalier.adapters.layers import Geometry, described, is_finite, is_norm, is_uninitialised
-from spalier.adapters.readers import read_layers
-from spalier.adapters.selection import Names, Targets, select_adaptable, select_named
-from spalier.adapters.summary import Row, Summary
-from spalier.adapters.ties import check_ties
+from spalier.adapters.attachment import Attachment, Row, Summary, Updated, attachment_of, copies_of, is_marked
+from spalier.adapters.forward import adapted_reads, adapter_name, read_layers
+from spalier.adapters.geometry import Geometry, described, geometries, is_finite, is_norm, is_uninitialised
+from spalier.adapters.kinds import Adapter, FineTune, Fit
 from spalier.adapters.updates import Update
 from spalier.errors import (
     AttachmentError,
@@ -30,8 +27,166 @@ from spalier.errors import (
     NonFiniteError,
     RankError,
     TargetError,
+    TiedWeightError,
     UnsupportedLayerError,
 )
+
+Predicate = Callable[[str, nn.Module], bool]
+Targets = str | Sequence[str] | Predicate | None
+
+SUPPORTED = (
+    "Linear, Conv1d/2d/3d, ConvTranspose1d/2d/3d, Embedding, MultiheadAttention and Hugging Face's Conv1D"
+)
+
+
+class Names:
+    """Every module of a network once, with all the names that it goes by."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.of: dict[nn.Module, list[str]] = {}
+        for name, module in net.named_modules(remove_duplicate=False):
+            self.of.setdefault(module, []).append(name)
+
+    def first(self, module: nn.Module) -> str:
+        """The name to call a module by."""
+        return self.of[module][0] or "(the network itself)"
+
+    def under(self, pattern: str) -> list[nn.Module]:
+        """The modules that a pattern names, and everything inside of them."""
+        return [m for m, names in self.of.items() if any(_is_within(n, pattern) for n in names)]
+
+    def unmatched(self, what: str, pattern: str) -> TargetError:
+        """The error for a pattern that matches nothing, with names that are close to it."""
+        known = [name for names in self.of.values() for name in names if name]
+        close = get_close_matches(pattern, known, n=3) or known[:3]
+        return TargetError(
+            f"{what} {pattern!r} matches no module of the network; "
+            f"expected a name or a pattern such as {', '.join(map(repr, close)) or 'none: it has no modules'}"
+        )
+
+
+def patterns_of(what: str, value: str | Sequence[str]) -> list[str]:
+    """One pattern or several, as a list; anything else is an error."""
+    patterns = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else None
+    if not patterns or not all(isinstance(p, str) and p for p in patterns):
+        raise ConfigError(
+            f"{what} is {value!r}, expected a name, a pattern such as 'layer4.*', or a list of them"
+        )
+    return patterns
+
+
+def select_named(names: Names, what: str, value: str | Sequence[str] | None) -> set[nn.Module]:
+    """The modules under each pattern; a pattern that matches none is an error."""
+    chosen: set[nn.Module] = set()
+    for pattern in patterns_of(what, value) if value is not None else []:
+        found = names.under(pattern)
+        if not found:
+            raise names.unmatched(what, pattern)
+        chosen.update(found)
+    return chosen
+
+
+def select_adaptable(
+    names: Names, targets: Targets, excluded: set[nn.Module]
+) -> dict[nn.Module, dict[str, Geometry]]:
+    """The layers to adapt, with the geometry of their weights, in the network's order."""
+    if targets is None:
+        chosen: Iterable[nn.Module] = names.of
+    elif callable(targets) and not isinstance(targets, str):
+        chosen = [m for m in names.of if m not in excluded and _could_adapt(m) and targets(names.of[m][0], m)]
+        if not chosen:
+            raise TargetError(
+                f"the targets predicate chose no layer; it was asked for each {SUPPORTED} outside of the head"
+            )
+    else:
+        chosen = _under_each(names, patterns_of("targets", targets), excluded)
+    found = {m: _geometries(names, m) for m in chosen if m not in excluded}
+    return {module: weights for module, weights in found.items() if weights}
+
+
+def _under_each(names: Names, patterns: list[str], excluded: set[nn.Module]) -> list[nn.Module]:
+    chosen: set[nn.Module] = set()
+    for pattern in patterns:
+        found = names.under(pattern)
+        if not found:
+            raise names.unmatched("target", pattern)
+        if not any(_could_adapt(m) for m in found if m not in excluded):
+            kinds = ", ".join(sorted({type(m).__name__ for m in found}))
+            where = " outside of the head" if excluded & set(found) else ""
+            raise UnsupportedLayerError(
+                f"target {pattern!r} holds no layer that can be adapted{where}, but {kinds}; expected {SUPPORTED}"
+            )
+        chosen.update(found)
+    return [module for module in names.of if module in chosen]
+
+
+def _could_adapt(module: nn.Module) -> bool:
+    try:
+        return bool(geometries(module))
+    except UnsupportedLayerError:
+        return True  # of a supported kind: to be reported, not passed over
+
+
+def _geometries(names: Names, module: nn.Module) -> dict[str, Geometry]:
+    try:
+        return geometries(module)
+    except UnsupportedLayerError as error:
+        kind = type(module).__name__
+        raise UnsupportedLayerError(f"{names.first(module)} ({kind}) cannot be adapted: {error}") from None
+
+
+def _is_within(name: str, pattern: str) -> bool:
+    """True where the pattern matches a module's name or that of any module around it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[: n + 1]), pattern) for n in range(len(parts)))
+
+
+Owner = tuple[nn.Module, str]
+
+
+def check_ties(names: Names, adapted: dict[nn.Module, set[str]], learned: set[nn.Module]) -> None:
+    """Refuse a selection that would tear tied weights apart."""
+    for owners in _shared(names):
+        treatments = {_treatment(owner, adapted, learned) for owner in owners}
+        if len(treatments) > 1:
+            raise TiedWeightError(
+                f"{_ties_listed(names, owners)} share one weight but would be treated differently "
+                f"({', '.join(sorted(treatments))}); select all of them alike, or untie them first"
+            )
+        if treatments == {"adapted"} and not _agree([geometries(m)[key] for m, key in owners]):
+            raise TiedWeightError(
+                f"{_ties_listed(names, owners)} share one weight but read it in different shapes; "
+                "leave them out with targets="
+            )
+
+
+def _shared(names: Names) -> list[list[Owner]]:
+    owners: dict[int, list[Owner]] = {}
+    for module in names.of:
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((module, key))
+    return [found for found in owners.values() if len(found) > 1]
+
+
+def _treatment(owner: Owner, adapted: dict[nn.Module, set[str]], learned: set[nn.Module]) -> str:
+    module, key = owner
+    if module in learned:
+        return "learned"
+    return "adapted" if key in adapted.get(module, ()) else "frozen"
+
+
+def _agree(shapes: list[Geometry]) -> bool:
+    """The same geometry, or one matrix read both ways, as between an embedding and the output layer."""
+    straight = {(g.inputs, g.outputs) if g.inputs_first else (g.outputs, g.inputs) for g in shapes}
+    rest = {(g.groups, g.kernel) for g in shapes}
+    mixed = len({g.inputs_first for g in shapes}) > 1
+    return len(straight) == 1 and len(rest) == 1 and not (mixed and any(g.kernel for g in shapes))
+
+
+def _ties_listed(names: Names, owners: list[Owner]) -> str:
+    return " and ".join(f"{names.first(module)}.{key}" for module, key in owners)
+
 
 Weights = dict[str, tuple[Geometry, Fit]]
 
@@ -40,13 +195,46 @@ def attach_(
     net: nn.Module,
     adapter: Adapter | FineTune,
     *,
+    example: Any = None,
     targets: Targets = None,
     head: str | Sequence[str] | None = None,
     norms: bool = True,
 ) -> Summary:
-    """What `spalier.attach_` does, but for an example: plan everything, then change it at once."""
+    """Freeze ``net`` and put an adapter on its layers, in place.
+
+    Module names, classes and the keys of the base weights stay. The adapters, the norms and the head learn,
+    nothing else; the returned summary prints what learns. The base tensors are neither copied nor changed,
+    however long the network trains: norms and head learn in copies, and `detach_` gives the very network back.
+    Make the optimizer after this call, from the parameters that require gradients.
+
+    Args:
+        net: any network; a layer of an unsupported kind stays frozen and is listed in the summary.
+        adapter: `SPLoRA`, `SPPaRA`, `LoRA` or `FineTune`.
+        example: an input for it, as for `trace`. The network then remembers its structure, and `score` and `select`
+            need nothing but the network.
+        targets: what to adapt; by default all that can be. A name or glob pattern of module names, or several,
+            each meaning all inside of it too; or a predicate of name and module.
+        head: the classifier, learned in full instead of adapted; a name or pattern like ``targets``.
+        norms: whether normalisation layers learn (their running statistics are the task's own).
+
+    >>> from spalier import SPLoRA
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 2))
+    >>> print(attach_(net, SPLoRA(rank=2), head="3"))
+    layer  kind         parameters  rank  learned  learns
+    0      Conv2d              224     2       22  adapter
+    1      BatchNorm2d          16     -       16  norm
+    3      Linear               18     -       18  head
+    learned: 56 of 258 parameters (21.7%)
+    """
+    structure = None
+    if example is not None and isinstance(net, nn.Module):
+        from spalier.tracing import trace  # only pruning needs it, and it stands above this package
+
+        structure = trace(net, example)
     with torch.inference_mode(False):  # what learns has to be an ordinary tensor
-        return _attach_(net, adapter, targets, head, norms)
+        summary = _attach_(net, adapter, targets, head, norms)
+    attachment_of(net).structure = structure
+    return summary
 
 
 def _attach_(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from spalier.adapters.attachment import MARK, Attachment, Updated, attachment_of
-from spalier.adapters.layers import is_finite, is_norm
+from spalier.adapters.geometry import is_finite, is_norm
 from spalier.errors import AttachmentError, NonFiniteError
 
 

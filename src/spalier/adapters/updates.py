@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from spalier.adapters.layers import Added, Geometry
+from spalier.adapters.geometry import Added, Geometry
 from spalier.errors import PruneError
 
 if TYPE_CHECKING:
-    from spalier.adapters.layers import Indices
+    from spalier.adapters.geometry import Indices
 
     Kept = tuple[Indices | None, ...]  # for each axis, the indices that stay; None where all do
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from spalier.benching.turns import Run
+from spalier.timing import Run
 
 Backend = Literal["eager", "compiled", "onnxruntime"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)

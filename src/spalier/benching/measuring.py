@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from spalier.benching.backends import BACKENDS, Backend, compiling, difference, obstacle, runner, tensors_of
-from spalier.benching.intervals import FEWEST
-from spalier.benching.machine import machine
 from spalier.benching.results import BASE, Benchmark, Comparison, Timing, compare
-from spalier.benching.turns import Clock, Run, take_turns
 from spalier.counting import count
 from spalier.errors import ConfigError, ExampleError
 from spalier.structure.capture import first_line
 from spalier.tasks.task import Task
+from spalier.timing import FEWEST, Clock, Run, machine, take_turns
 
 Progress = Callable[[str], None]
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}

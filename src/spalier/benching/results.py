@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal, TypeVar
 
-from spalier._table import table
-from spalier.benching.intervals import CONFIDENCE, interval, quartiles
+from spalier.text import table
+from spalier.timing import CONFIDENCE, interval, quartiles
 
 BASE = "base"
 NOTHING = 0.02

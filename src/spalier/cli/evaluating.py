@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spalier._table import table
 from spalier.cli.opening import base_options, named, open_base, run_beside, run_in, task_files
 from spalier.cli.state import State, examples, json_option, pass_state
 from spalier.errors import DataError
+from spalier.text import table
 
 if TYPE_CHECKING:
     from torch import nn

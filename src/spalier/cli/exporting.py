@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spalier import files
 from spalier.errors import NetworkError
 from spalier.networks import logits_of
-from spalier.tasks import files
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

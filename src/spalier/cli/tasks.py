@@ -80,8 +80,8 @@ def verify(state: State, tasks: tuple[str, ...], base: str | None, **network: An
 
     The exit code is 3 where one is not sound.
     """
-    from spalier._table import table
     from spalier.tasks.task import Task
+    from spalier.text import table
 
     files = task_files(tasks)
     net = None if base is None else open_base(base, **network)
@@ -131,8 +131,8 @@ def build(state: State, task: str, base: str | None, out: str, fold: bool, **net
     import torch
     from safetensors.torch import save
 
+    from spalier import files
     from spalier.counting import count
-    from spalier.tasks import files
 
     ending = _ending(out, (".pt", ".safetensors"), task, network["weights"])
     found, net, small = _built(task, base, fold, network)

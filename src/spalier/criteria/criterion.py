@@ -1,18 +1,44 @@
 """What a criterion is: a small frozen object that turns weights, or what passes through the network, into numbers.
 
 Write one of your own as a subclass of `WeightCriterion` or `ActivationCriterion` with one method.
+
+Criteria that look at weights alone, and the random control.
+
+Criteria of first order: what passes through a unit, and the loss's gradient there.
+
+Movement: whether training drives a unit away from zero or towards it.
+
+A criterion of second order: what the loss's curvature adds, by Hessian-vector products.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from spalier.criteria.probe import Probe, Values
+from spalier.criteria.batches import Batch, batches_of, loss_of
+from spalier.criteria.probe import (
+    Probe,
+    Totals,
+    Values,
+    Watch,
+    mean_product,
+    sample_axis,
+    seeing,
+    structure_of,
+)
 from spalier.criteria.scores import Normalise
-from spalier.errors import ScoreError
+from spalier.errors import ConfigError, ScoreError
+from spalier.structure.capture import in_eval_mode
+from spalier.structure.sites import layer_name
+from spalier.structure.structure import Structure
 
 
 @dataclass(frozen=True)
@@ -98,3 +124,245 @@ class ActivationCriterion(Criterion):
             signed=self.signed,
             literal=self.literal,
         )
+
+
+@dataclass(frozen=True)
+class Weight(WeightCriterion):
+    """The L_p norm of the fused weights that write a unit, the batch norm behind them folded in.
+
+    ``literal=True`` scores the frozen base's weights without their adapters, as the published code did.
+    """
+
+    p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.p, int | float) or not self.p > 0:
+            raise ConfigError(f"p is {self.p!r}, expected a positive number such as 1 or 2")
+
+    def of_weights(self, weights: Tensor) -> Tensor:
+        """Their L_p norm."""
+        norms: Tensor = torch.linalg.vector_norm(weights, self.p, 1, dtype=torch.float64)
+        return norms
+
+
+@dataclass(frozen=True)
+class Magnitude(WeightCriterion):
+    """The mean absolute value of the fused weights that write a unit, norms left out."""
+
+    folded: ClassVar[bool] = False
+
+    def of_weights(self, weights: Tensor) -> Tensor:
+        """Their mean absolute value."""
+        sums: Tensor = torch.linalg.vector_norm(weights, 1, 1, dtype=torch.float64)
+        return sums / weights.shape[1]
+
+
+@dataclass(frozen=True)
+class Random(Criterion):
+    """Random numbers: the control that every other criterion has to beat."""
+
+    normalise: ClassVar[Normalise] = "none"
+    needs_batches: ClassVar[bool] = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise ConfigError(f"seed is {self.seed!r}, expected an integer of at least 0")
+
+    def measure(self, probe: Probe, batches: Any, loss: Any) -> Values:
+        """One draw for every unit of the base, so that what is left keeps its number."""
+        generator = torch.Generator().manual_seed(self.seed)
+        found: Values = {}
+        for number, stream in enumerate(probe.structure.streams):
+            for name in dict.fromkeys(map(layer_name, stream.writers)):
+                drawn = torch.rand(stream.size, generator=generator, dtype=torch.float64)
+                left = probe.kept.writers.get(name, probe.kept.streams[number])
+                found[number, name] = drawn[torch.from_numpy(left)]
+        return found
+
+
+@dataclass(frozen=True)
+class Gradient(ActivationCriterion):
+    """The loss's gradient after the norm: its mean over positions, its absolute value for each sample."""
+
+    needs_values: ClassVar[bool] = False
+
+    def of_activations(self, values: Any, gradients: Any) -> Tensor:
+        """The mean gradient."""
+        mean: Tensor = gradients.mean(1)
+        return mean if self.literal else mean.abs()
+
+
+@dataclass(frozen=True)
+class Taylor(ActivationCriterion):
+    """How much the loss would change, to first order, without the unit; its absolute value for each sample."""
+
+    def of_activations(self, values: Any, gradients: Any) -> Tensor:
+        """Value times gradient, the mean over positions."""
+        return mean_product(values, gradients)
+
+
+class Recording:
+    """Minus value times gradient at every site, summed over all backward passes so far."""
+
+    def __init__(self, watches: list[Watch]) -> None:
+        self.watches = watches
+        self.sums = [torch.zeros(watch.units, dtype=torch.float64) for watch in watches]
+        self.seen = [0] * len(watches)
+        """How often gradients have come to each site."""
+
+    def add(self, number: int, value: Tensor, gradient: Tensor) -> None:
+        """One call's part of one backward pass."""
+        watch = self.watches[number]
+        moved = -(watch.laid_out(value, 1) * watch.laid_out(gradient, 1)).sum((0, 1), keepdim=True)[0]
+        self.sums[number] += watch.by_unit(moved)[0].to(self.sums[number])
+        self.seen[number] += 1
+
+    def values(self) -> Values:
+        """The sums, by stream and layer."""
+        if not any(self.seen):
+            raise ScoreError("nothing was recorded; train the network inside of record_movement first")
+        for number, watch in enumerate(self.watches):
+            if not self.seen[number]:
+                raise ScoreError(
+                    f"nothing was recorded at {watch.site.module!r}, which the network does not call by itself; use "
+                    "score(net, batches, 'movement') instead"
+                )
+        found: Values = {}
+        for watch, total in zip(self.watches, self.sums, strict=True):
+            place = watch.site.stream, watch.site.writer
+            found[place] = found[place] + total if place in found else total
+        return found
+
+
+@dataclass(frozen=True)
+class Movement(ActivationCriterion):
+    """How much the loss would grow, to first order, without the unit, with its sign.
+
+    That is minus weight times gradient: positive where training drives the unit away from zero. `record_movement` adds
+    it up while the network trains, as movement pruning does; over batches alone it says what a next step would do.
+    """
+
+    signed: ClassVar[bool] = True
+    recording: Recording | None = None
+
+    def of_activations(self, values: Any, gradients: Any) -> Tensor:
+        """Minus value times gradient, the sum over positions."""
+        return mean_product(values, gradients) * -float(values.shape[1])
+
+    def measure(self, probe: Probe, batches: Any, loss: Any) -> Values:
+        """A score for every unit that is left, by stream and layer."""
+        if self.recording is None:
+            return super().measure(probe, batches, loss)
+        probe.samples = max(self.recording.seen)
+        return self.recording.values()
+
+
+@contextmanager
+def record_movement(net: nn.Module, structure: Structure | None = None) -> Iterator[Movement]:
+    """Add up movement while ``net`` trains inside of the block; then ``score(net, criterion=movement)``."""
+    probe = Probe(net, structure_of(net, structure))
+    recording = Recording([probe.watch(site) for site in probe.sites()])
+    places = [
+        (watch.site.module, watch.site.side, partial(_note, recording, number))
+        for number, watch in enumerate(recording.watches)
+    ]
+    with seeing(net, places):
+        yield Movement(recording=recording)
+
+
+def _note(recording: Recording, number: int, value: Tensor) -> None:
+    if value.requires_grad:
+        kept = value.detach().clone()  # later code may write into it
+        value.register_hook(lambda gradient: recording.add(number, kept, gradient))
+
+
+@dataclass(frozen=True)
+class SecondOrder(Criterion):
+    """``|g| + |H 1| / 2`` for each sample, where gates of value 1 multiply every unit of the network.
+
+    g is the loss's gradient in the gates, H its Hessian, and H 1 one Hessian-vector product: how each unit's loss
+    changes with all others, as in SOSP.
+    """
+
+    def measure(self, probe: Probe, batches: Any, loss: Any) -> Values:
+        """A score for every unit that is left, by stream and layer."""
+        twin = probe.twin()
+        watches = [probe.watch(site) for site in probe.sites()]
+        totals, samples = Totals(watches), [0]
+        with in_eval_mode(twin), _gated(twin, watches, samples) as gates, sdpa_kernel(SDPBackend.MATH):
+            for batch in batches_of(batches, probe.net, self.name):
+                with torch.inference_mode(False), torch.enable_grad():
+                    totals.add(_one(twin, batch, loss, gates, samples), batch)
+        probe.samples = totals.samples
+        return totals.means()
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return "second_order"
+
+
+Gates = list[list[Tensor]]
+"""For each site, the gates of each call, (samples, units)."""
+
+
+def _one(twin: nn.Module, batch: Batch, loss: Any, gates: Gates, samples: list[int]) -> list[Tensor | None]:
+    samples[:] = [batch.size]
+    for each in gates:
+        each.clear()
+    value = loss_of(loss, batch.run(twin), batch, twin) * batch.size  # the sum of the samples' own losses
+    flat = [gate for each in gates for gate in each]
+    try:
+        first = torch.autograd.grad(value, flat, create_graph=True, materialize_grads=True)
+        total = torch.stack([gradient.sum() for gradient in first]).sum()
+        second = torch.autograd.grad(total, flat, materialize_grads=True)
+    except RuntimeError as error:
+        raise ScoreError(
+            f"second_order needs the gradient of a gradient, and some operation of this network has none: {error}; "
+            "use criterion 'taylor'"
+        ) from error
+    done = iter(zip(first, second, strict=True))
+    return [_sensitivity([next(done) for _ in each]) for each in gates]
+
+
+def _sensitivity(calls: list[tuple[Tensor, Tensor]]) -> Tensor | None:
+    if not calls:
+        return None
+    first, second = (torch.stack([c[i].detach() for c in calls]).sum(0) for i in (0, 1))
+    return first.abs() + second.abs() / 2
+
+
+@contextmanager
+def _gated(net: nn.Module, watches: list[Watch], samples: list[int]) -> Iterator[Gates]:
+    """Multiply every unit by a gate of its own for each sample."""
+    gates: Gates = [[] for _ in watches]
+    places = [
+        (watch.site.module, watch.site.side, _Gate(watch, made, samples).applied)
+        for watch, made in zip(watches, gates, strict=True)
+    ]
+    with seeing(net, places):
+        yield gates
+
+
+@dataclass(frozen=True)
+class _Gate:
+    watch: Watch
+    gates: list[Tensor]
+    samples: list[int]
+    """How many samples the current batch has."""
+
+    def applied(self, value: Tensor) -> Tensor:
+        """Every unit of every sample times a gate of its own."""
+        axis = self.watch.site.axis % value.dim()
+        first = sample_axis(tuple(value.shape), axis, self.samples[0])
+        samples = 1 if first is None else self.samples[0]
+        gate = torch.ones(samples, self.watch.units, dtype=value.dtype, device=value.device).requires_grad_()
+        self.gates.append(gate)
+        padded = torch.cat([gate, torch.ones_like(gate[:, :1])], 1)[:, self.watch.where.to(value.device)]
+        if first is None:
+            return value * padded.view([-1 if a == axis else 1 for a in range(value.dim())])
+        windows = value.shape[first] // samples  # those of one sample share its gates
+        padded = padded.repeat_interleave(windows, 0)
+        shape = [n if a in (first, axis) else 1 for a, n in enumerate(value.shape)]
+        return value * (padded if first < axis else padded.T).reshape(shape)

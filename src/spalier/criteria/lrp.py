@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from spalier.criteria.batches import Batch, batches_of
 from spalier.criteria.criterion import Criterion
-from spalier.criteria.probe import Probe, Totals, Values
+from spalier.criteria.probe import Probe, Record, Totals, Values, watched
 from spalier.criteria.relevance import Relevance, latest
 from spalier.criteria.scores import Normalise
-from spalier.criteria.watching import Record, watched
 from spalier.errors import ScoreError
-from spalier.pruning.folding import fold_into_
+from spalier.pruning.modules import fold_into_
 from spalier.structure.capture import in_eval_mode
 
 

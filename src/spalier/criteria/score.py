@@ -8,15 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spalier.criteria.activations import Gradient, Taylor
 from spalier.criteria.batches import Batches
-from spalier.criteria.criterion import Criterion
+from spalier.criteria.criterion import (
+    Criterion,
+    Gradient,
+    Magnitude,
+    Movement,
+    Random,
+    SecondOrder,
+    Taylor,
+    Weight,
+)
 from spalier.criteria.lrp import LRP
-from spalier.criteria.movement import Movement
 from spalier.criteria.probe import Probe, Values, structure_of
 from spalier.criteria.scores import Floats, Scores
-from spalier.criteria.second_order import SecondOrder
-from spalier.criteria.simple import Magnitude, Random, Weight
 from spalier.distributed import summed_over_ranks
 from spalier.errors import ConfigError, ScoreError
 from spalier.structure.structure import Structure

@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from spalier._table import table
 from spalier.errors import ConfigError, ScoreError
 from spalier.structure.structure import Structure
+from spalier.text import table
 
 Floats = npt.NDArray[np.float64]
 Normalise = Literal["none", "sum", "l2", "mean", "max"]

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, Subset
 
-from spalier._table import table
 from spalier.data.augment import Ints
 from spalier.data.given import Given, class_names, given_digest
 from spalier.data.part import Part
@@ -17,6 +16,7 @@ from spalier.data.samples import Bad
 from spalier.data.splits import held_out
 from spalier.data.text import shown, whole
 from spalier.errors import ConfigError
+from spalier.text import table
 
 __all__ = ["Bad", "Data", "Part"]
 

@@ -12,11 +12,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from spalier._table import table
 from spalier.data.places import VARIABLE, data_folder
 from spalier.doctor.catalogue import PROBES, Probe
 from spalier.doctor.trials import run_trials
 from spalier.errors import ConfigError
+from spalier.text import table
 
 State = Literal["works", "missing", "broken", "not tried"]
 _MARKS: dict[State, str] = {

@@ -17,8 +17,7 @@ from spalier.criteria.probe import structure_of
 from spalier.distributed import is_distributed
 from spalier.errors import ConfigError
 from spalier.pruning.cuts import adapter_path
-from spalier.pruning.kept import kept_units
-from spalier.pruning.plan import Plan
+from spalier.pruning.plan import Plan, kept_units
 from spalier.pruning.prune import prune_
 from spalier.scheduling import Schedule
 

@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from spalier.adapters.forward import OWN_FORWARD, is_diverted
-from spalier.adapters.layers import is_transformers_conv1d
-from spalier.pruning.attention import base_scale, run_attention
+from spalier.adapters.geometry import is_transformers_conv1d
+from spalier.pruning.modules import base_scale, run_attention
 
 if TYPE_CHECKING:  # a network that is built from a task file needs nothing that finds structure
     from spalier.structure.labels import Ints

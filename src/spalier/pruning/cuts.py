@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spalier.adapters.attachment import Attachment
-from spalier.adapters.changes import Changes
+from spalier.adapters.attachment import Attachment, Changes
 from spalier.adapters.forward import updates
 from spalier.adapters.updates import LowRank, Update
 from spalier.errors import PlanError, PruneError
-from spalier.pruning.kept import Kept
+from spalier.pruning.plan import Kept
 from spalier.structure.labels import Ints
 from spalier.structure.structure import Structure
 

@@ -13,13 +13,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from spalier.adapters.attach import detach_
-from spalier.adapters.attachment import Attachment, attachment_of, is_marked
-from spalier.adapters.changes import Changes
+from spalier.adapters.attachment import Attachment, Changes, attachment_of, is_marked
 from spalier.adapters.forward import updates
 from spalier.adapters.fuse import fuse
 from spalier.errors import PlanError, PruneError
 from spalier.pruning.attributes import Resize, resized
-from spalier.pruning.compare import first_difference, is_close, tolerance
 from spalier.pruning.cuts import (
     Cutter,
     Indices,
@@ -32,11 +30,10 @@ from spalier.pruning.cuts import (
     optimizers_of,
     owners_of,
 )
-from spalier.pruning.kept import MARK, Kept, after, kept_of
-from spalier.pruning.masking import masked_outputs
-from spalier.pruning.plan import Plan
+from spalier.pruning.modules import set_spread_
+from spalier.pruning.plan import MARK, Kept, Plan, after, kept_of
 from spalier.pruning.recovery import Recovered, Recovery, calibration_of, recover_
-from spalier.pruning.spread import set_spread_
+from spalier.pruning.verify import first_difference, is_close, masked_outputs, tolerance
 from spalier.structure.capture import arguments, copied, in_eval_mode, preserved
 from spalier.structure.find import capture_again_
 from spalier.structure.structure import Structure

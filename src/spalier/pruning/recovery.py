@@ -21,15 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from spalier._table import table
-from spalier.adapters.attachment import Attachment
-from spalier.adapters.changes import Changes
+from spalier.adapters.attachment import Attachment, Changes
 from spalier.adapters.updates import LowRank, Pointwise, Update
 from spalier.distributed import broadcast_
 from spalier.errors import RecoveryError
-from spalier.pruning.lockstep import Lockstep
-from spalier.pruning.regression import Moments, features, set_best_
+from spalier.pruning.regression import Lockstep, Moments, features, set_best_
 from spalier.structure.capture import first_line, in_eval_mode
+from spalier.text import table
 
 Kept = Mapping[str, Any]
 """For each adapted weight that was cut, the outputs that stayed."""

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from spalier.errors import ConfigError, RunError, SpalierError, TaskFileError
+from spalier.files import reason
 from spalier.reporting import reading
 from spalier.reporting.model import Entry, Findings, Run
 from spalier.reporting.naming import clean, repeated, varied, without_method
 from spalier.runs.config import Settings
-from spalier.tasks.files import reason
+from spalier.tasks.container import SUFFIX, check_name
 from spalier.tasks.store import Store
 from spalier.tasks.task import Task
-from spalier.tasks.text import SUFFIX, check_name
 
 _SHARES = ("channels", "weights", "macs")
 _MEASURED = ("test", "validation", *_SHARES, "learned", "bytes", "latency_ms", "seconds")

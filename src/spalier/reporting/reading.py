@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from spalier.errors import ConfigError, RunError
+from spalier.files import reason
 from spalier.reporting.model import Epoch, Example, Layer, Scores
 from spalier.reporting.naming import clean
-from spalier.tasks.files import reason
 from spalier.tasks.table import LowRank, Pointwise, Row
 from spalier.tasks.task import Task
 

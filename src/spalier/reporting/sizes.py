@@ -14,7 +14,7 @@ from spalier.reporting.model import Entry, Findings
 from spalier.reporting.naming import TASK_SETTINGS, clean, density, size, value_name
 from spalier.reporting.scales import Axis, linear, logarithmic
 from spalier.reporting.series import COLOURS, MOST, facets, mean, method_name, method_rank
-from spalier.tasks.report import Cost, Report
+from spalier.tasks.costs import Cost, Report
 
 MOST_BARS = 40
 MOST_LINES = 5

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from spalier import files
 from spalier.errors import ConfigError
 from spalier.reporting.figure import Figure
 from spalier.reporting.gather import gather
@@ -14,7 +15,6 @@ from spalier.reporting.page import FULL, HALF, NARROW, WALL, page, resource
 from spalier.reporting.plates import plates
 from spalier.reporting.svg import draw
 from spalier.runs.folder import writing
-from spalier.tasks import files
 
 SCALE = 3
 """Pixels of a PNG for each of the page."""

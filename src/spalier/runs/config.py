@@ -9,18 +9,15 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from spalier.adapters.finetune import FineTune
-from spalier.adapters.splora import LoRA, SPLoRA
-from spalier.adapters.sppara import SPPaRA
-from spalier.criteria.criterion import Criterion
+from spalier.adapters.kinds import FineTune, LoRA, SPLoRA, SPPaRA
+from spalier.criteria.criterion import Criterion, Random
 from spalier.criteria.score import CRITERIA
-from spalier.criteria.simple import Random
 from spalier.errors import ConfigError, TaskFileError
 from spalier.runs.fields import check_known, checked, read, written
 from spalier.runs.recipes import RECIPES, settings
 from spalier.runs.seeds import seed_of
 from spalier.scheduling import agp, iterative
-from spalier.tasks.text import check_name
+from spalier.tasks.container import check_name
 
 METHODS: dict[str, type[Any]] = {
     "splora": SPLoRA,

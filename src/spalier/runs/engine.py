@@ -18,10 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spalier.adapters.attach import detach_
+from spalier.adapters.attach import attach_, detach_
 from spalier.adapters.fuse import fuse
-from spalier.attaching import attach_
-from spalier.budget.select import select
 from spalier.criteria.probe import structure_of
 from spalier.criteria.score import score
 from spalier.criteria.scores import Scores
@@ -61,9 +59,10 @@ from spalier.runs.samples import Samples, mean_loss
 from spalier.runs.seeds import seed_of
 from spalier.runs.stopping import Stopping
 from spalier.runs.syncing import sum_gradients_, summed
+from spalier.selecting import select
+from spalier.tasks.container import SUFFIX
 from spalier.tasks.store import Store
 from spalier.tasks.task import Task
-from spalier.tasks.text import SUFFIX
 
 
 class Engine:

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from spalier import files
 from spalier.errors import RunError, TaskFileError
 from spalier.runs.config import FREE, Settings
 from spalier.runs.fields import differences, in_words
-from spalier.tasks import files
 
 try:
     import fcntl

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from spalier.adapters.layers import is_norm
+from spalier.adapters.geometry import is_norm
 from spalier.errors import RunError
 from spalier.runs.config import Settings
 

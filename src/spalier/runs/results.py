@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spalier._table import table
 from spalier.errors import RunError
 from spalier.tasks.store import Store
+from spalier.text import table
 
 Row = dict[str, Any]
 

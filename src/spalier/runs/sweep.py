@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from spalier._table import table
+from spalier import files
 from spalier.errors import ConfigError, RunError
 from spalier.runs.config import FREE
 from spalier.runs.fields import check_known, checked, differences, in_words, read
@@ -31,7 +31,7 @@ from spalier.runs.folder import RunFolder, writing
 from spalier.runs.places import Job, Local, OnRay, Place, Report, carry_out
 from spalier.runs.results import Results, Row, rows_to_csv
 from spalier.runs.transfer import TransferPruning
-from spalier.tasks import files
+from spalier.text import table
 
 _LONGEST = 120  # characters of a run's name; file systems take 255 bytes
 _MEASURED = ("validation", "test")

@@ -13,8 +13,7 @@ from torch.fx import Node
 
 from spalier.structure.capture import operation
 from spalier.structure.labels import Ints
-from spalier.structure.values import Value
-from spalier.structure.walk import Kind, Result, Walk, argument, rule, shape_of, sources, unknown
+from spalier.structure.walk import Kind, Result, Value, Walk, argument, rule, shape_of, sources, unknown
 
 Operand = tuple[Value, str]
 """A tensor and a letter for each of its axes."""

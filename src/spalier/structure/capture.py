@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_map_only
 
 from spalier.adapters.forward import is_diverted, undivert_
-from spalier.adapters.layers import is_uninitialised
+from spalier.adapters.geometry import is_uninitialised
 from spalier.errors import ConfigError, ExampleError, TraceError
 
 

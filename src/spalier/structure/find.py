@@ -9,19 +9,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from spalier.adapters.selection import Names, select_named
-from spalier.adapters.tensors import first_names, tensors_of
+from spalier.adapters.attach import Names, select_named
+from spalier.adapters.geometry import first_names, tensors_of
 from spalier.structure import arithmetic, movement  # noqa: F401  (importing them registers their rules)
 from spalier.structure.capture import capture, copied, module_of
-from spalier.structure.costs import costs_of
-from spalier.structure.fingerprint import fingerprint
 from spalier.structure.labels import Labels
-from spalier.structure.sites import find_folds, find_sites
-from spalier.structure.streams import Assembly, assemble
-from spalier.structure.structure import Captured, Extent, Structure
-from spalier.structure.values import Value
-from spalier.structure.walk import Walk
-from spalier.structure.writers import free_writers
+from spalier.structure.sites import costs_of, find_folds, find_sites
+from spalier.structure.streams import Assembly, assemble, free_writers
+from spalier.structure.structure import Captured, Extent, Structure, fingerprint
+from spalier.structure.walk import Value, Walk
 
 UNUSED = "not used on this example"
 Freeze = str | Sequence[str] | Callable[[str, nn.Module], bool] | None

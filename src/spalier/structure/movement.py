@@ -13,8 +13,7 @@ from torch.fx import Node
 
 from spalier.structure.capture import operation
 from spalier.structure.labels import NONE, Ints
-from spalier.structure.values import Value
-from spalier.structure.walk import Result, Walk, argument, rule, shape_of, sources, unknown
+from spalier.structure.walk import Result, Value, Walk, argument, rule, shape_of, sources, unknown
 
 
 @rule(

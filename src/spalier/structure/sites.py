@@ -1,4 +1,6 @@
-"""Sites: where a stream's channels can be seen while the network runs, one for each layer that writes it.
+"""What a network computes, as products of sizes: multiply-accumulates that shrink as channels go.
+
+Sites: where a stream's channels can be seen while the network runs, one for each layer that writes it.
 
 A layer's channels are seen after the norm that follows it, where nothing else takes its output. Where a writer is no
 module's own output (attention that owns its projections), the channels are seen on their way into the layers that read
@@ -7,20 +9,66 @@ them. Sites are plain data, so a structure from the cache has them too.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from spalier.adapters.layers import Added
+from spalier.adapters.geometry import Added
 from spalier.structure.capture import module_of, operation, placeholders
-from spalier.structure.streams import Assembly, Member, Placed
-from spalier.structure.values import Value
-from spalier.structure.walk import Findings
+from spalier.structure.streams import Assembly, Member, Placed, present
+from spalier.structure.walk import Findings, Term, Value
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Cost:
+    """The multiply-accumulates of one contraction: ``times`` the product of what is left of some axes."""
+
+    module: str
+    times: int
+    tensor: str
+    """A parameter, and the axes of it that count; empty where none is contracted as it is."""
+    axes: tuple[int, ...]
+    sizes: tuple[int, ...]
+    placed: tuple[Placed, ...]
+
+    def left(self, keep: Sequence[Mask], sizes_of: dict[str, list[int]]) -> int:
+        """What is left where these units stay; ``sizes_of`` are the sizes of each parameter's axes."""
+        own = [sizes_of[self.tensor][axis] for axis in self.axes]
+        others = [
+            int(present(placed, size, keep).sum())
+            for placed, size in zip(self.placed, self.sizes, strict=True)
+        ]
+        return self.times * math.prod(own) * math.prod(others)
+
+
+def costs_of(terms: Sequence[Term], assembly: Assembly) -> list[Cost]:
+    """The terms by units; axes that nothing can be taken from are in ``times``."""
+    made: dict[tuple[object, ...], Cost] = {}
+    for number, term in enumerate(terms):
+        times, sizes, placed = term.times, [], []
+        for fields in term.fields:
+            on = assembly.placed(fields)
+            if on:
+                sizes.append(len(fields[0]))
+                placed.append(on)
+            else:
+                times *= len(fields[0])
+        key = (number,) if placed else (term.module, term.tensor, term.axes)
+        if key in made:
+            times += made[key].times
+        made[key] = Cost(term.module, times, term.tensor, term.axes, tuple(sizes), tuple(placed))
+    return list(made.values())
+
 
 Side = Literal["output", "input"]
 

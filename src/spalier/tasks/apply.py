@@ -12,21 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from spalier.adapters.attach import attach_, detach_
-from spalier.adapters.attachment import attachment_of
-from spalier.adapters.changes import Changes
-from spalier.adapters.finetune import FineTune
+from spalier.adapters.attachment import Changes, attachment_of
 from spalier.adapters.forward import updates
-from spalier.adapters.layers import is_norm
-from spalier.adapters.splora import LoRA, SPLoRA
-from spalier.adapters.sppara import SPPaRA
+from spalier.adapters.geometry import is_norm
+from spalier.adapters.kinds import FineTune, LoRA, SPLoRA, SPPaRA
 from spalier.errors import SpalierError, TaskFileError
 from spalier.pruning.cuts import Cutter, owners_of
-from spalier.pruning.kept import MARK
-from spalier.pruning.spread import set_spread_
+from spalier.pruning.modules import set_spread_
+from spalier.pruning.plan import MARK
 from spalier.tasks.base import Base
 from spalier.tasks.build import check_base, sizes_left
-from spalier.tasks.learned import Learned
-from spalier.tasks.storage import matrices
+from spalier.tasks.description import Learned, matrices
 from spalier.tasks.table import Integers, Values
 
 if TYPE_CHECKING:

@@ -1,26 +1,80 @@
-"""A base as building sees it: its tensors, and a quick way to make networks of its kind around other tensors."""
+"""Memory of networks that are gone, to build others in: fresh memory costs more than filling it.
+
+A base as building sees it: its tensors, and a quick way to make networks of its kind around other tensors.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 import math
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spalier.adapters.layers import Geometry, described, geometries, is_uninitialised
-from spalier.adapters.tensors import first_names, tensors_of
+from spalier.adapters.geometry import (
+    Geometry,
+    described,
+    first_names,
+    geometries,
+    is_uninitialised,
+    tensors_of,
+)
 from spalier.errors import SpalierError, TaskFileError
 from spalier.tasks import fingerprint
+from spalier.tasks.container import shown
 from spalier.tasks.table import Table
-from spalier.tasks.text import shown
+
+IDLE = 2
+"""How many pieces are kept that nobody uses."""
+
+
+class Pool:
+    """Lends pieces of memory, and lends them again once whoever had them is gone.
+
+    What is lent is an array; tensors that lie in it, and views of these, keep it alive. When the last of them goes, the
+    array goes, and its memory comes back here: until then no one else can have it.
+    """
+
+    def __init__(self) -> None:
+        self._idle: deque[Any] = deque()  # appended to by finalizers, which may run anywhere: no lock
+
+    def take(self, size: int, dtype: Any) -> Any:
+        """An array of so many numbers, holding whatever was there."""
+        memory = self._fitting(size * np.dtype(dtype).itemsize)
+        # a view of a memoryview is nobody's view: numpy lets slices refer to it, not to what is behind it
+        lent = np.frombuffer(memoryview(memory), dtype, size)
+        weakref.finalize(lent, self._idle.append, memory).atexit = False
+        return lent
+
+    def _fitting(self, size: int) -> Any:
+        for _ in range(len(self._idle)):
+            try:
+                memory = self._idle.popleft()
+            except IndexError:  # another thread was quicker
+                break
+            if size <= memory.nbytes <= 2 * size:
+                return memory
+            self._idle.append(memory)
+        return np.empty(size, np.uint8)
+
+    def trim(self) -> None:
+        """Let go of what nobody uses, but for the largest pieces."""
+        taken = []
+        with contextlib.suppress(IndexError):  # other threads take from it too
+            while True:
+                taken.append(self._idle.popleft())
+        self._idle.extend(sorted(taken, key=lambda memory: -memory.nbytes)[:IDLE])
+
 
 _PLAIN = (
     NoneType,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from spalier.adapters.layers import Described
+from spalier.adapters.geometry import Described
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,16 @@ from typing import Any
 
 from torch import nn
 
-from spalier._table import table
+from spalier import files
 from spalier.errors import TaskFileError
-from spalier.tasks import files, fingerprint
+from spalier.tasks import fingerprint
 from spalier.tasks.base import Base
 from spalier.tasks.build import build
-from spalier.tasks.description import Description
-from spalier.tasks.report import Report, report
-from spalier.tasks.storage import Storage
+from spalier.tasks.container import SUFFIX, check_name
+from spalier.tasks.costs import Report, report
+from spalier.tasks.description import Description, Storage
 from spalier.tasks.task import Task
-from spalier.tasks.text import SUFFIX, check_name
+from spalier.text import table
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from typing import Any
 from torch import nn
 
 from spalier.errors import ConfigError, TaskFileError
-from spalier.tasks.base import Base
+from spalier.tasks.base import Base, Pool
 from spalier.tasks.build import build_and_weigh
-from spalier.tasks.memory import Pool
 from spalier.tasks.store import Store
 
 Stamp = tuple[int, int, int]

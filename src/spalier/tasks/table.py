@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spalier._runs import pattern, pattern_of
 from spalier.errors import TaskFileError
-from spalier.tasks.text import check_text, dump, parse
+from spalier.tasks.container import check_text, dump, parse
+from spalier.text import pattern, pattern_of
 
 Mask = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from spalier import files
 from spalier.errors import ConfigError, TaskFileError
-from spalier.tasks import container, files
+from spalier.tasks import container
 from spalier.tasks.base import Base
 from spalier.tasks.build import build
-from spalier.tasks.description import Description
-from spalier.tasks.learned import Learned
-from spalier.tasks.storage import Storage
+from spalier.tasks.container import SUFFIX, check_name
+from spalier.tasks.description import Description, Learned, Storage
 from spalier.tasks.table import Table
-from spalier.tasks.text import SUFFIX, check_name
 
 if TYPE_CHECKING:
     from spalier.structure.structure import Structure
@@ -65,7 +64,7 @@ class Task(Learned):
             provenance: where it comes from, as plain data: data set, recipe, author.
             structure: what the network was pruned with, where it does not remember.
         """
-        from spalier.tasks.describe import describe  # the training side; loading needs none of it
+        from spalier.tasks.extract import describe  # the training side; loading needs none of it
 
         check_name(name)
         if isinstance(classes, str):

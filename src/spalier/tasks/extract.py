@@ -12,23 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spalier.adapters.attachment import Attachment, attachment_of
-from spalier.adapters.changes import moved
+from spalier.adapters.attachment import Attachment, attachment_of, moved
 from spalier.adapters.forward import updates
 from spalier.adapters.fuse import check_finite
-from spalier.adapters.layers import is_finite, is_norm
-from spalier.adapters.tensors import first_names, tensors_of
+from spalier.adapters.geometry import first_names, is_finite, is_norm, tensors_of
 from spalier.adapters.updates import LowRank, Pointwise, Update
-from spalier.budget.meter import Meter
+from spalier.budget import Meter
 from spalier.errors import AttachmentError, ConfigError, NonFiniteError, PlanError
 from spalier.pruning.attributes import resized_by_tensors
 from spalier.pruning.cuts import Owner, cut, owners_of
-from spalier.pruning.kept import MARK, Kept, kept_of
+from spalier.pruning.plan import MARK, Kept, kept_of
 from spalier.structure.structure import Structure
 from spalier.tasks import fingerprint, table
-from spalier.tasks.description import Density
+from spalier.tasks.description import Density, Learned
 from spalier.tasks.fingerprint import Fingerprint
-from spalier.tasks.learned import Learned
 from spalier.tasks.table import Integers, Mask, Placement, Row, Source, Table, Values, Writer
 
 

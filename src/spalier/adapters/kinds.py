@@ -1,17 +1,58 @@
-"""SPLoRA, the paper's adapter (Eq. 4), and LoRA (Eq. 3), its baseline."""
+"""What every adapter configuration shares.
+
+SPLoRA, the paper's adapter (Eq. 4), and LoRA (Eq. 3), its baseline.
+
+SPPaRA: a full pointwise residual beside each weight, the parallel adapter that SPLoRA makes low-rank.
+
+Full fine-tuning behind the same interface: the baseline that learns every weight.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
-from spalier.adapters.config import Fit, check_choice, check_init_range
-from spalier.adapters.layers import Geometry
-from spalier.adapters.updates import LowRank
+from spalier.adapters.geometry import Geometry
+from spalier.adapters.updates import LowRank, Pointwise, Update
 from spalier.errors import ConfigError, RankError
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What an adapter comes to on one weight."""
+
+    rank: int | None
+    learned: int
+
+
+class Adapter(Protocol):
+    """How to update frozen weights: one small frozen object that fits any geometry."""
+
+    def fit(self, geometry: Geometry) -> Fit:
+        """What the update of such a weight costs; ``learned`` 0 leaves the weight frozen."""
+        ...
+
+    def build(self, geometry: Geometry, fit: Fit, weight: Tensor) -> Update:
+        """The update: a module that maps the frozen weight to the fused one, differentiably."""
+        ...
+
+
+def check_init_range(value: object) -> None:
+    """Refuse what is not a finite number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"init_range is {value!r}, expected a number")
+    if not math.isfinite(value) or value < 0:
+        raise ConfigError(f"init_range is {value}, expected a finite number of at least 0")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse what is not one of the choices."""
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}, expected one of {', '.join(map(repr, choices))}")
+
 
 Kernel = Literal["center", "full"]
 
@@ -113,3 +154,39 @@ def _check_rank(rank: object) -> None:
         raise RankError(
             f"rank is the fraction {rank}, expected in (0, 1]; write a number of channels as an integer, rank=8"
         )
+
+
+@dataclass(frozen=True)
+class SPPaRA:
+    """Structured Pruning Parallel Residual Adapter: in * out learned numbers for a layer, whatever its kernel.
+
+    Args:
+        init_range: the residual starts uniform in ±init_range.
+
+    >>> SPPaRA()
+    SPPaRA(init_range=0.0001)
+    """
+
+    init_range: float = 1e-4
+
+    def __post_init__(self) -> None:
+        check_init_range(self.init_range)
+
+    def fit(self, geometry: Geometry) -> Fit:
+        """What a layer's residual costs."""
+        return Fit(rank=None, learned=geometry.inputs * geometry.outputs // geometry.groups)
+
+    def build(self, geometry: Geometry, fit: Fit, weight: Tensor) -> Pointwise:
+        """The residual of one weight, near zero, with the weight's dtype and device."""
+        return Pointwise(geometry, weight, init_range=self.init_range)
+
+
+@dataclass(frozen=True)
+class FineTune:
+    """Learn the weights themselves, in copies that `detach_` throws away; with pruning, the paper's fine-pruning.
+
+    Without ``targets`` every parameter of the network learns, so that training is ordinary fine-tuning.
+
+    >>> FineTune()
+    FineTune()
+    """
