@@ -1,8 +1,6 @@
-"""What repeated measurements say: medians, quartiles, and an interval for a median that assumes no distribution.
+"""How long calls take: timing loops, statistics of what they measure, and the machine that they ran on.
 
-Contenders take turns, so that whatever else the machine does falls on all of them alike.
-
-Where something was measured.
+`take_turns` compares several calls, `time_call` times a single one.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import math
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,92 +19,82 @@ from typing import Any
 
 import torch
 
-CONFIDENCE = 0.95
-FEWEST = 6
-"""With fewer values not even the least and the largest hold the median between them 95 times in a hundred."""
-
-
-def rank(count: int) -> int:
-    """Which value from either end bounds the median: the innermost pair that does so with `CONFIDENCE`, from 1.
-
-    Each value lies below the true median with a chance of one half, so how many do is a binomial number. 0 if there
-    are fewer than `FEWEST` values.
-
-    >>> rank(15), rank(6), rank(5)
-    (4, 1, 0)
-    """
-    ways, found = 0, 0
-    for below in range(count // 2):
-        ways += math.comb(count, below)
-        if 2 * ways > (1 - CONFIDENCE) * 2**count:
-            break
-        found = below + 1
-    return found
-
-
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and the bounds between which the true one lies.
-
-    >>> interval([3, 1, 2, 5, 4, 6])
-    (3.5, 1, 6)
-    """
-    at, ordered = rank(len(values)), sorted(values)
-    assert at, f"{len(values)} values, fewer than {FEWEST}"
-    return median(ordered), ordered[at - 1], ordered[-at]
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """Between them lies the middle half.
-
-    >>> quartiles([1.0, 2.0, 3.0, 4.0, 5.0])
-    (2.0, 4.0)
-    """
-    low, _, high = quantiles(values, method="inclusive")
-    return low, high
-
-
-Run = Callable[[], Any]
+Call = Callable[[], Any]
 Clock = Callable[[], float]
-MOST_CALLS = 10_000
+
+CONFIDENCE = 0.95
+MIN_ROUNDS = 6
+"""With five rounds or fewer, not even the smallest and the largest value enclose the median at 95% confidence."""
+MAX_CALLS = 10_000
 """In one turn, however short a call is."""
 
 
-def take_turns(
-    runs: Mapping[str, Run], *, rounds: int, seconds: float, clock: Clock
-) -> dict[str, tuple[int, list[float]]]:
-    """For each contender, how many calls a turn has, and the median seconds of a call in each round.
+# timing
 
-    Every round begins with another contender. A turn has as many calls as take ``seconds``, and where these are
-    several, one before them that is not counted: it brings the weights back into the caches.
+
+def take_turns(
+    calls: Mapping[str, Call], *, rounds: int, seconds: float = 0.0, clock: Clock = time.perf_counter
+) -> dict[str, tuple[int, list[float]]]:
+    """Time several calls in turns. For each, how often it is called in a turn, and the median seconds in each round.
+
+    In turns, whatever else the machine does falls on all calls alike.
+
+    Args:
+        calls: what to time, by name.
+        rounds: how many turns each has.
+        seconds: how long a turn takes at least; by default it is a single call.
+        clock: seconds that never go back.
     """
-    calls = {name: _calls(run, seconds, clock) for name, run in runs.items()}
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    order = list(runs)
+    repeats = {name: _repeats(call, seconds, clock) for name, call in calls.items()}
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
     with without_collection():
         for _ in range(rounds):
             for name in order:
-                found[name].append(_turn(runs[name], calls[name], clock))
+                found[name].append(_turn(calls[name], repeats[name], clock))
+            # Each round starts with another call, so that none always follows the same one.
             order = [*order[1:], *order[:1]]
-    return {name: (calls[name], times) for name, times in found.items()}
+    return {name: (repeats[name], times) for name, times in found.items()}
 
 
-def _calls(run: Run, seconds: float, clock: Clock) -> int:
-    """How many calls take that long; after one that may have been slow by being an early one."""
-    run()
-    took = _timed(run, clock)
-    return MOST_CALLS if took * MOST_CALLS <= seconds else max(1, math.ceil(seconds / took))
+def time_call(
+    call: Call,
+    *,
+    warm_up: int = 3,
+    fewest: int = 7,
+    most: int = 40,
+    seconds: float = 0.5,
+    clock: Clock = time.perf_counter,
+) -> list[float]:
+    """The seconds of each of several calls, sorted; take their `median` or their `lower_quartile`.
+
+    Args:
+        call: what to time.
+        warm_up: calls before the first that counts.
+        fewest: how many calls are timed, however long they take.
+        most: how many are timed at most.
+        seconds: the time to spend between these two.
+        clock: seconds that never go back.
+    """
+    for _ in range(warm_up):
+        call()
+    times: list[float] = []
+    while len(times) < fewest or (len(times) < most and sum(times) < seconds):
+        times.append(_timed(call, clock))
+    return sorted(times)
 
 
-def _turn(run: Run, calls: int, clock: Clock) -> float:
-    if calls > 1:
-        run()
-    return median([_timed(run, clock) for _ in range(calls)])
+def finished(call: Call, device: torch.device) -> Call:
+    """A call that returns once its device has computed everything: other devices than CPUs work asynchronously."""
+    if device.type == "cpu":
+        return call
 
+    def run() -> Any:
+        out = call()
+        torch.accelerator.synchronize(device)
+        return out
 
-def _timed(run: Run, clock: Clock) -> float:
-    start = clock()
-    run()
-    return clock() - start
+    return run
 
 
 @contextmanager
@@ -121,9 +110,82 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def machine(device: torch.device, threads: int) -> dict[str, str | int]:
+def _repeats(call: Call, seconds: float, clock: Clock) -> int:
+    """How many calls take that long. The first call is not timed: it may pay for one-time work."""
+    call()
+    took = _timed(call, clock)
+    return MAX_CALLS if took * MAX_CALLS <= seconds else max(1, math.ceil(seconds / took))
+
+
+def _turn(call: Call, repeats: int, clock: Clock) -> float:
+    if repeats > 1:
+        call()  # brings the weights back into the caches, which the turns of others have filled
+    return median([_timed(call, clock) for _ in range(repeats)])
+
+
+def _timed(call: Call, clock: Clock) -> float:
+    start = clock()
+    call()
+    return clock() - start
+
+
+# statistics
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and the bounds between which the true one lies; no distribution is assumed.
+
+    >>> interval([3, 1, 2, 5, 4, 6])
+    (3.5, 1, 6)
+    """
+    at, ordered = interval_rank(len(values)), sorted(values)
+    assert at, f"{len(values)} values, fewer than {MIN_ROUNDS}"
+    return median(ordered), ordered[at - 1], ordered[-at]
+
+
+def interval_rank(count: int) -> int:
+    """Which value from either end bounds the median: the innermost pair that does so with `CONFIDENCE`, from 1.
+
+    Each value lies below the true median with a probability of one half, so how many do is a binomial number. 0 if
+    there are fewer than `MIN_ROUNDS` values.
+
+    >>> interval_rank(15), interval_rank(6), interval_rank(5)
+    (4, 1, 0)
+    """
+    ways, found = 0, 0
+    for below in range(count // 2):
+        ways += math.comb(count, below)
+        if 2 * ways > (1 - CONFIDENCE) * 2**count:
+            break
+        found = below + 1
+    return found
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The middle half lies between them.
+
+    >>> quartiles([1.0, 2.0, 3.0, 4.0, 5.0])
+    (2.0, 4.0)
+    """
+    low, _, high = quantiles(values, method="inclusive")
+    return low, high
+
+
+def lower_quartile(values: Sequence[float]) -> float:
+    """What a single call takes: other work on the machine only ever adds time, so the lower quartile moves least.
+
+    >>> lower_quartile([5.0, 1.0, 2.0, 9.0])
+    2.0
+    """
+    return sorted(values)[len(values) // 4]
+
+
+# the machine
+
+
+def describe_machine(device: torch.device, threads: int) -> dict[str, str | int]:
     """The processor and versions, as plain data."""
-    found: dict[str, str | int] = {"cpu": processor(), "cores": cores(), "threads": threads}
+    found: dict[str, str | int] = {"cpu": processor(), "cores": available_cores(), "threads": threads}
     if device.type == "cuda":
         found["gpu"] = torch.cuda.get_device_name(device)
     elif device.type != "cpu":
@@ -144,8 +206,8 @@ def processor() -> str:
     return names[0] if names and names[0] else platform.processor() or platform.machine()
 
 
-def cores() -> int:
-    """How many of them this process may use."""
+def available_cores() -> int:
+    """How many cores this process may use: containers and batch systems give fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

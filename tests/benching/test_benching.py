@@ -20,7 +20,15 @@ from spalier.adapters.attachment import attachment_of
 from spalier.benching import Benchmark, Timing, backends, bench, measuring
 from spalier.benching.results import BASE, compare, verdict_of
 from spalier.errors import ConfigError, ExampleError, TaskFileError
-from spalier.timing import FEWEST, interval, quartiles, rank, take_turns
+from spalier.timing import (
+    MIN_ROUNDS,
+    interval,
+    interval_rank,
+    lower_quartile,
+    quartiles,
+    take_turns,
+    time_call,
+)
 
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 QUICK = {"rounds": 6, "seconds": 0.0, "batches": (1, 3), "backends": ("eager",)}
@@ -58,8 +66,8 @@ def test_the_rank_is_the_innermost_that_covers(count):
         return sum(at <= n <= count - at for n in below) / len(below)
 
     fitting = [at for at in range(1, count // 2 + 1) if coverage(at) >= 0.95]
-    assert rank(count) == max(fitting, default=0)
-    assert (rank(count) > 0) == (count >= FEWEST)
+    assert interval_rank(count) == max(fitting, default=0)
+    assert (interval_rank(count) > 0) == (count >= MIN_ROUNDS)
 
 
 def test_intervals_hold_the_true_median_as_often_as_they_say():
@@ -71,13 +79,13 @@ def test_intervals_hold_the_true_median_as_often_as_they_say():
     assert held / 2000 > 0.95 - 0.015  # 0.965 is expected; three deviations of 2000 draws
 
 
-@given(st.lists(st.floats(0.1, 10), min_size=FEWEST, max_size=40))
+@given(st.lists(st.floats(0.1, 10), min_size=MIN_ROUNDS, max_size=40))
 def test_intervals_are_order_statistics(values):
     middle, low, high = interval(values)
     assert low <= middle <= high
     assert middle == median(values)
-    assert sum(v < low for v in values) < rank(len(values))
-    assert sum(v > high for v in values) < rank(len(values))
+    assert sum(v < low for v in values) < interval_rank(len(values))
+    assert sum(v > high for v in values) < interval_rank(len(values))
     first, last = quartiles(values)
     assert min(values) <= first <= middle <= last <= max(values)
 
@@ -191,6 +199,16 @@ def test_garbage_is_not_collected_while_timing_and_is_after_an_interrupt():
         take_turns({"a": interrupted}, rounds=9, seconds=0, clock=Clock())
     assert seen == [True, True, False, False, False]
     assert gc.isenabled()
+
+
+@given(st.floats(1e-4, 3.0))
+def test_a_single_call_is_timed_often_enough_and_not_for_ever(each):
+    clock = Clock()
+    times = time_call(clock.worker("a", each), warm_up=2, fewest=3, most=9, seconds=1.0, clock=clock)
+    assert len(clock.log) == 2 + len(times)
+    assert 3 <= len(times) <= 9
+    assert len(times) in (3, 9) or ((len(times) - 1) * each < 1.01 and len(times) * each > 0.99)
+    assert lower_quartile(times) == pytest.approx(each)
 
 
 # whole benchmarks

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from spalier.timing import Run
+from spalier.timing import Call, finished
 
 Backend = Literal["eager", "compiled", "onnxruntime"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -44,7 +44,7 @@ def _missing(*names: str) -> str:
     return ""
 
 
-def runner(backend: Backend, net: nn.Module, x: Tensor, threads: int, folder: Path) -> Run:
+def runner(backend: Backend, net: nn.Module, x: Tensor, threads: int, folder: Path) -> Call:
     """A call of the network on a batch; what it returns can be given to `tensors_of`.
 
     Args:
@@ -54,7 +54,7 @@ def runner(backend: Backend, net: nn.Module, x: Tensor, threads: int, folder: Pa
         threads: for onnxruntime; PyTorch has its own already.
         folder: an empty one, to stay as long as the call is used.
     """
-    makers: dict[str, Callable[[], Run]] = {
+    makers: dict[str, Callable[[], Call]] = {
         "eager": lambda: _eager(net, x),
         "compiled": lambda: _compiled(net, x),
         "onnxruntime": lambda: _onnxruntime(net, x, threads, folder),
@@ -62,19 +62,11 @@ def runner(backend: Backend, net: nn.Module, x: Tensor, threads: int, folder: Pa
     return makers[backend]()
 
 
-def _eager(net: nn.Module, x: Tensor) -> Run:
-    if x.device.type == "cpu":
-        return lambda: net(x)
-
-    def run() -> Any:
-        out = net(x)
-        torch.accelerator.synchronize(x.device)
-        return out
-
-    return run
+def _eager(net: nn.Module, x: Tensor) -> Call:
+    return finished(lambda: net(x), x.device)
 
 
-def _compiled(net: nn.Module, x: Tensor) -> Run:
+def _compiled(net: nn.Module, x: Tensor) -> Call:
     """Compiled for this network and this shape alone.
 
     Dynamo keeps what it compiled with the code object of the function, so networks of one class would share a cache,
@@ -117,7 +109,7 @@ def compiling() -> Iterator[None]:
         yield
 
 
-def _onnxruntime(net: nn.Module, x: Tensor, threads: int, folder: Path) -> Run:
+def _onnxruntime(net: nn.Module, x: Tensor, threads: int, folder: Path) -> Call:
     import onnxruntime
 
     x = x.contiguous()  # the only layout it takes; else every call would pay for a copy

@@ -20,7 +20,7 @@ from spalier.counting import count
 from spalier.errors import ConfigError, ExampleError
 from spalier.structure.capture import first_line
 from spalier.tasks.task import Task
-from spalier.timing import FEWEST, Clock, Run, machine, take_turns
+from spalier.timing import MIN_ROUNDS, Call, Clock, describe_machine, take_turns
 
 Progress = Callable[[str], None]
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -79,7 +79,7 @@ def bench(
                 else:
                     x = _batch(first, batch)
                     timings += _measured(nets, backend, x, macs, rounds, seconds, clock, say)
-        where = machine(first.device, torch.get_num_threads())
+        where = describe_machine(first.device, torch.get_num_threads())
     return Benchmark(
         timings=tuple(timings),
         comparisons=tuple(_comparisons(timings)),
@@ -141,7 +141,9 @@ class _Mismatch(Exception):
     """A backend computes something else."""
 
 
-def _made_ready(backend: Backend, net: nn.Module, x: Tensor, folder: Path, clock: Clock) -> tuple[Run, float]:
+def _made_ready(
+    backend: Backend, net: nn.Module, x: Tensor, folder: Path, clock: Clock
+) -> tuple[Call, float]:
     """A checked call, and the seconds until its first output."""
     wanted = _reference(net, x)
     given = x.clone()  # networks may write into what they get
@@ -328,9 +330,9 @@ def _check(
         raise ConfigError(f"backends is {backends!r}, expected some of {', '.join(BACKENDS)}")
     if not batches or not all(_is_count(batch, 1) for batch in batches):
         raise ConfigError(f"batches is {batches!r}, expected integers of at least 1")
-    if not _is_count(rounds, FEWEST):
+    if not _is_count(rounds, MIN_ROUNDS):
         raise ConfigError(
-            f"rounds is {rounds!r}, expected at least {FEWEST}: fewer give no interval of the speed-up"
+            f"rounds is {rounds!r}, expected at least {MIN_ROUNDS}: fewer give no interval of the speed-up"
         )
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
         raise ConfigError(f"seconds is {seconds!r}, expected a number of at least 0")
