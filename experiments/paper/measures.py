@@ -16,8 +16,8 @@ from safetensors.torch import save
 from torch import nn
 
 import spalier as sp
+from spalier.adapters import ADAPTERS
 from spalier.networks import head_of, open_network
-from spalier.runs.config import METHODS as ADAPTERS
 
 CLASSES = {"cifar10": 10, "flowers102": 102, "catsanddogs": 2}
 

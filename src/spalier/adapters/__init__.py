@@ -3,6 +3,17 @@
 from spalier.adapters.attach import attach_, detach_
 from spalier.adapters.attachment import Summary
 from spalier.adapters.fuse import fuse
-from spalier.adapters.kinds import Adapter, FineTune, LoRA, SPLoRA, SPPaRA
+from spalier.adapters.kinds import ADAPTERS, Adapter, FineTune, LoRA, SPLoRA, SPPaRA
 
-__all__ = ["Adapter", "FineTune", "LoRA", "SPLoRA", "SPPaRA", "Summary", "attach_", "detach_", "fuse"]
+__all__ = [
+    "ADAPTERS",
+    "Adapter",
+    "FineTune",
+    "LoRA",
+    "SPLoRA",
+    "SPPaRA",
+    "Summary",
+    "attach_",
+    "detach_",
+    "fuse",
+]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -190,3 +190,15 @@ class FineTune:
     >>> FineTune()
     FineTune()
     """
+
+
+ADAPTERS: dict[str, type[Any]] = {
+    "splora": SPLoRA,
+    "sppara": SPPaRA,
+    "lora": LoRA,
+    "fine-pruning": FineTune,
+}
+"""Every adapter by the name of its method in settings and reports, in the order of reports.
+
+Task files name the class instead.
+"""

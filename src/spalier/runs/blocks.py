@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spalier.adapters.kinds import ADAPTERS
 from spalier.errors import ConfigError
 from spalier.pruning.plan import Plan
 from spalier.runs.checkpoint import Position
-from spalier.runs.config import METHODS, Settings
+from spalier.runs.config import Settings
 from spalier.runs.evaluating import Evaluation
 from spalier.tasks.task import Task
 
@@ -61,9 +62,9 @@ def share_of(task: Task, budget: str) -> float:
 def check_start(config: Settings, task: Task) -> None:
     """Refuse to begin with a task that the settings do not describe."""
     found = task.description.adapter
-    wanted = METHODS[config.method].__name__
+    wanted = ADAPTERS[config.method].__name__
     if found["kind"] != wanted:
-        names = {kind.__name__: name for name, kind in METHODS.items()}
+        names = {kind.__name__: name for name, kind in ADAPTERS.items()}
         raise ConfigError(
             f"method is {config.method!r}, and the task to start from was learned with {names[found['kind']]!r}; "
             "set that"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from spalier.adapters.kinds import FineTune, LoRA, SPLoRA, SPPaRA
+from spalier.adapters.kinds import ADAPTERS
 from spalier.criteria.criterion import Criterion, Random
 from spalier.criteria.score import CRITERIA
 from spalier.errors import ConfigError, TaskFileError
@@ -19,12 +19,6 @@ from spalier.runs.seeds import seed_of
 from spalier.scheduling import agp, iterative
 from spalier.tasks.container import check_name
 
-METHODS: dict[str, type[Any]] = {
-    "splora": SPLoRA,
-    "sppara": SPPaRA,
-    "lora": LoRA,
-    "fine-pruning": FineTune,
-}
 SELECT_OPTIONS = ("normalise", "aggregate", "min_keep", "round_to", "protect", "rank")
 FILLED = frozenset({"name", "network_options", "epochs_last"}.union(*RECIPES.values()))
 """Settings that follow from others where nobody gives them."""
@@ -261,7 +255,7 @@ class Settings:
         if self.method in ("splora", "lora"):
             options["rank"] = self.rank
         try:
-            return METHODS[self.method](**options)
+            return ADAPTERS[self.method](**options)
         except TypeError as error:
             raise ConfigError(f"adapter has settings that {self.method} does not take: {error}") from error
 

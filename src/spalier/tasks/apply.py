@@ -15,7 +15,7 @@ from spalier.adapters.attach import attach_, detach_
 from spalier.adapters.attachment import Changes, attachment_of
 from spalier.adapters.forward import updates
 from spalier.adapters.geometry import is_norm
-from spalier.adapters.kinds import FineTune, LoRA, SPLoRA, SPPaRA
+from spalier.adapters.kinds import ADAPTERS, FineTune
 from spalier.errors import SpalierError, TaskFileError
 from spalier.pruning.cuts import Cutter, owners_of
 from spalier.pruning.modules import set_spread_
@@ -27,8 +27,6 @@ from spalier.tasks.table import Integers, Values
 
 if TYPE_CHECKING:
     from spalier.structure.structure import Structure
-
-_ADAPTERS: dict[str, type[Any]] = {kind.__name__: kind for kind in (SPLoRA, LoRA, SPPaRA, FineTune)}
 
 
 def apply_(task: Learned, net: nn.Module, example: Any) -> None:
@@ -83,12 +81,12 @@ def _owners(base: Base, names: set[str]) -> set[str]:
 
 
 def _adapter(task: Learned) -> Any:
-    settings = dict(task.description.adapter)
-    kind = _ADAPTERS.get(settings.pop("kind"))
+    settings, kinds = dict(task.description.adapter), {kind.__name__: kind for kind in ADAPTERS.values()}
+    kind = kinds.get(settings.pop("kind"))
     known = set() if kind is None else {f.name for f in dataclasses.fields(kind)}
     try:
         if kind is None or not set(settings) <= known:
-            raise ValueError(f"expected one of {', '.join(_ADAPTERS)} and its settings")
+            raise ValueError(f"expected one of {', '.join(kinds)} and its settings")
         return kind(**settings)
     except (SpalierError, TypeError, ValueError) as error:
         raise TaskFileError("metadata", f"the adapter cannot be made again: {error}") from error
