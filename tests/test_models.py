@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import torchvision
 from support import assert_unchanged, snapshot
 
-from spalier import models
+from spalier import models, text
 from spalier.errors import ConfigError, NetworkError, WeightsError
 
 NAMES = ["resnet18", "resnet34", "resnet50"]
@@ -194,7 +194,7 @@ def test_a_torchvision_that_does_not_load_is_explained(library, monkeypatch):
     def broken(name):
         raise RuntimeError("operator torchvision::nms does not exist")
 
-    monkeypatch.setattr(models, "import_module", broken)
+    monkeypatch.setattr(text, "import_module", broken)
     with pytest.raises(NetworkError, match="install torch and torchvision of matching versions"):
         models.network(f"{library}:resnet18")
 
@@ -203,6 +203,6 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError("No module named 'timm'", name="timm")
 
-    monkeypatch.setattr(models, "import_module", missing)
+    monkeypatch.setattr(text, "import_module", missing)
     with pytest.raises(NetworkError, match="pip install timm"):
         models.network("timm:resnet18")

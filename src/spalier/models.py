@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spalier.errors import ConfigError, NetworkError, WeightsError
+from spalier.text import import_optional
 
 Stem = Literal["imagenet", "cifar"]
 StrideOn = Literal["conv1", "conv2"]
@@ -182,31 +182,15 @@ def network(name: str, **options: Any) -> nn.Module:
     library, _, model = name.partition(":")
     if library not in ("torchvision", "timm") or not model:
         raise NetworkError(f"{name!r} names no library; expected torchvision:NAME or timm:NAME")
-    module = _imported("torchvision.models" if library == "torchvision" else "timm")
+    module = import_optional(
+        "torchvision.models" if library == "torchvision" else "timm", f"networks of {library}", NetworkError
+    )
     make = module.get_model if library == "torchvision" else module.create_model
     try:
         made: nn.Module = make(model, **options)
     except (ValueError, RuntimeError, TypeError) as error:
         raise NetworkError(f"{library} cannot make {model!r}: {error}") from error
     return made
-
-
-def _imported(name: str) -> Any:
-    library = name.partition(".")[0]
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != library:
-            raise
-        raise NetworkError(f"{library} is not installed; pip install {library}") from error
-    except RuntimeError as error:
-        if "torchvision::" not in str(error):
-            raise
-        raise NetworkError(
-            f"torchvision cannot load its compiled operators beside torch {torch.__version__} ({error}), and {library} "
-            "needs it or looks for it; install torch and torchvision of matching versions from the same place, or "
-            "uninstall torchvision if nothing else needs it"
-        ) from error
 
 
 def load_weights_(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from spalier import models
 from spalier.errors import ConfigError, NetworkError, TargetError, WeightsError
+from spalier.text import import_optional
 
 _LOG = logging.getLogger("spalier")
 _BUILT_IN: Mapping[str, Callable[..., nn.Module]] = {
@@ -160,10 +161,7 @@ def _of_library(library: str, model: str, classes: int | None, options: dict[str
 def _of_transformers(
     name: str, classes: int | None, weights: str | PathLike[str] | None, options: dict[str, Any]
 ) -> nn.Module:
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise NetworkError("transformers is not installed; pip install transformers") from error
+    transformers = import_optional("transformers", "networks called hf:NAME", NetworkError)
     source = None if weights is None else models.read_weights(weights)
     own = {} if classes is None else {"num_labels": classes}
     hub = {key: value for key, value in options.items() if key in _OF_THE_HUB}

@@ -1,19 +1,37 @@
-"""Plain text tables.
+"""Helpers that all packages share: tables and names in messages, checks of options, imports of optional libraries.
 
-Units along an axis, written short: mostly each of n in turn, for a run of indices each, several times over.
+Also units along an axis, written short: mostly each of n in turn, for a run of indices each, several times over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from spalier.errors import ConfigError, SpalierError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     Ints = npt.NDArray[np.int64]
+
+_EXTRAS = {
+    "PIL": "spalier[train]",
+    "accelerate": "spalier[train]",
+    "click": "spalier[cli]",
+    "huggingface_hub": "spalier[hub]",
+    "jinja2": "spalier[cli]",
+    "ray": "spalier[ray]",
+    "resvg_py": "spalier[report]",
+    "sklearn": "spalier[train]",
+    "tqdm": "spalier[train]",
+    "yaml": "spalier[train]",
+}
+"""What installs a library, where it is not the library's own name."""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -39,6 +57,59 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _is_number(cell: str) -> bool:
     return not cell or cell[0].isdigit() or cell == "-"
+
+
+def printable(name: object) -> str:
+    """A name as a message may show it: control characters and broken encodings are escaped.
+
+    >>> printable("cats"), printable("a" + chr(10) + "b")
+    ('cats', 'a\\\\nb')
+    """
+    text = str(name)
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def first_few(names: Sequence[object], most: int = 5) -> str:
+    """The first few of many names, and how many more there are.
+
+    >>> first_few(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(printable(name) for name in names[:most]) + more
+
+
+def check_integer(name: str, value: object, minimum: int = 0) -> int:
+    """An option as an integer of at least ``minimum``; integers of numpy and torch will do."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or int(value.__index__()) < minimum:
+        raise ConfigError(f"{name} is {value!r}, expected an integer of at least {minimum}")
+    return int(value.__index__())
+
+
+def import_optional(name: str, purpose: str, error: type[SpalierError] = ConfigError) -> Any:
+    """Import a library that only some users need, or raise an error that says how to install it.
+
+    >>> import_optional("json.decoder", "an example").__name__
+    'json.decoder'
+    """
+    library = name.partition(".")[0]
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").partition(".")[0] != library:
+            raise  # the library is there, but its own installation is broken
+        wanted = _EXTRAS.get(library, library)
+        raise error(
+            f"{library} is needed for {purpose} and is not installed; pip install {wanted}"
+        ) from missing
+    except RuntimeError as broken:
+        if "torchvision::" not in str(broken):
+            raise
+        raise error(
+            f"torchvision cannot load its compiled operators beside torch {version('torch')} ({broken}), and "
+            f"{library} needs it or looks for it; install torch and torchvision of matching versions from the same "
+            "place, or uninstall torchvision if nothing else needs it"
+        ) from broken
 
 
 def pattern(units: int, run: int, times: int) -> Ints:
