@@ -16,14 +16,14 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor, nn
 
-from spalier.adapters.attachment import attachment_of, is_marked
+from spalier.adapters.attachment import attachment_of, is_marked, owners_of
 from spalier.adapters.forward import updates
 from spalier.adapters.geometry import is_norm
 from spalier.adapters.updates import LowRank
 from spalier.counting import count
 from spalier.criteria.scores import Aggregate, Floats, Normalise, Scores, normalised
 from spalier.errors import BudgetError, SpalierError
-from spalier.pruning.cuts import adapter_path, cuts_of, owners_of
+from spalier.pruning.cuts import cuts_of
 from spalier.pruning.plan import Kept, Plan, Prediction, Writers, kept_of
 from spalier.pruning.prune import prune_
 from spalier.structure.labels import Ints
@@ -98,7 +98,7 @@ class Meter:
         cuts = cuts_of(self.structure, self.kept, kept)
         total, seen = 0, set()
         for name, owners in self.owners.items():
-            tensor = getattr(owners[0].module, owners[0].place)[owners[0].key]
+            tensor = owners[0].tensor
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                 total += math.prod(self._sizes(kept, name))
             for owner in owners:
@@ -114,7 +114,7 @@ class Meter:
             return {}
         found: dict[Any, str] = {}
         for entry in attachment_of(self.net).updated:
-            found.setdefault(entry.update, adapter_path(entry.name, entry.weight))
+            found.setdefault(entry.update, entry.path)
         return found
 
     def _left_of(self, update: Any, weight: Tensor, indices: Any, rank: int | None) -> int:
@@ -145,13 +145,13 @@ class Meter:
 
     def _is_float(self, name: str) -> bool:
         owner = self.owners[name][0]
-        tensor: Tensor = getattr(owner.module, owner.place)[owner.key]
+        tensor = owner.tensor
         return tensor.is_floating_point()
 
     def _bytes(self, kept: Kept) -> int:
         total = 0
         for name, owners in self.owners.items():
-            tensor = getattr(owners[0].module, owners[0].place)[owners[0].key]
+            tensor = owners[0].tensor
             total += math.prod(self._sizes(kept, name)) * tensor.element_size()
         for writer in self.structure.writers:  # a gather holds the place of each channel of the stream
             if writer.name in kept.writers:

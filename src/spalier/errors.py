@@ -81,7 +81,7 @@ class NetworkError(SpalierError):
 
 
 class TraceError(SpalierError):
-    """A network cannot be captured, or nothing is known of how its channels hang together."""
+    """A network cannot be captured, or which of its channels are coupled is not known."""
 
     code = "trace"
 

@@ -11,14 +11,13 @@ from torch.optim import Optimizer
 
 from spalier.budget import Meter
 from spalier.criteria.criterion import Criterion
-from spalier.criteria.probe import structure_of
 from spalier.criteria.score import criterion_of, score
 from spalier.errors import ConfigError
 from spalier.pruning.plan import Plan
 from spalier.pruning.prune import prune_
 from spalier.pruning.recovery import Recovery
 from spalier.selecting import select
-from spalier.structure.structure import Structure
+from spalier.structure.structure import Structure, structure_of
 
 Budget = Literal["channels", "weights", "macs", "latency"]
 

@@ -22,15 +22,13 @@ from spalier.adapters.attachment import attachment_of, is_marked
 from spalier.adapters.fuse import fuse
 from spalier.adapters.updates import LowRank
 from spalier.budget import Meter, Order, Ranking, components, first_step, unit_groups
-from spalier.criteria.probe import structure_of
 from spalier.criteria.scores import AGGREGATIONS, NORMALISATIONS, Aggregate, Floats, Normalise, Scores
 from spalier.distributed import assert_same_on_every_rank, from_first_rank
 from spalier.errors import BudgetError, ConfigError, PlanError
-from spalier.pruning.cuts import adapter_path
 from spalier.pruning.plan import MARK, Kept, Plan, Writers, settled
 from spalier.pruning.prune import prune_
 from spalier.structure.capture import arguments, copied
-from spalier.structure.structure import Mask, Structure
+from spalier.structure.structure import Mask, Structure, structure_of
 
 GRID = (0.125, 0.25, 0.5, 1.0)
 """The shares of a layer's inputs and outputs at which it is timed."""
@@ -512,9 +510,7 @@ def importances(net: nn.Module) -> dict[str, Floats]:
         if isinstance(update, LowRank) and update not in seen:
             seen.add(update)
             size = float(update(entry.layer.get_parameter(entry.weight)).detach().double().norm())
-            found[adapter_path(entry.name, entry.weight)] = (
-                (update.importance() / max(size, 1e-30)).cpu().numpy()
-            )
+            found[entry.path] = (update.importance() / max(size, 1e-30)).cpu().numpy()
     return found
 
 

@@ -55,6 +55,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, in one line; its kind, where it says nothing.
+
+    >>> first_line(ValueError("\\n  no such key\\n  in file x"))
+    'no such key'
+    """
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def _is_number(cell: str) -> bool:
     return not cell or cell[0].isdigit() or cell == "-"
 

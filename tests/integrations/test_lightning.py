@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import spalier as sp
 from spalier.budget import Meter
-from spalier.criteria.probe import structure_of
 from spalier.errors import ConfigError, PlanError
 from spalier.integrations.lightning import PruningCallback
+from spalier.structure.structure import structure_of
 
 pytestmark = [
     # Lightning says so of any loader without processes of its own

@@ -15,9 +15,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import spalier as sp
 from spalier.budget import Meter
-from spalier.criteria.probe import structure_of
 from spalier.errors import ConfigError, ScoreError
 from spalier.integrations.transformers import PruningCallback
+from spalier.structure.structure import structure_of
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """The networks that tracing and pruning are tested on.
 
-Each is as small and as quick as its architecture permits: it is the ways the layers hang together that matter, not
+Each is as small and as quick as its architecture permits: it is the ways the layers are coupled that matter, not
 what they compute. Three collections are real code that was never written with pruning in mind; the fourth, ``made``,
 holds small networks that each do one thing that a tracer may get wrong. ``UNTRACEABLE`` are those it must refuse.
 """

@@ -7,13 +7,14 @@ What `attach_` changed on a network, so that all of it can be taken back.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spalier.adapters.forward import OWN_FORWARD, adapter_name, divert_, undivert_
+from spalier.adapters.forward import OWN_FORWARD, adapter_name, divert_, undivert_, updates
 from spalier.adapters.geometry import Added, Described
 from spalier.adapters.updates import Update
 from spalier.errors import AttachmentError
@@ -161,6 +162,13 @@ class Updated:
     layer: nn.Module
     weight: str
     update: Update
+
+    @property
+    def path(self) -> str:
+        """How plans call the adapter: by its layer, and by its weight where that is not called ``weight``."""
+        if self.weight == "weight":
+            return self.name
+        return f"{self.name}.{self.weight}" if self.name else self.weight
 
 
 @dataclass(frozen=True)
@@ -326,3 +334,43 @@ def _learned_copy(tensor: Tensor) -> Tensor:
 def is_marked(module: nn.Module) -> bool:
     """True for a module of an adapted network."""
     return isinstance(module.__dict__.get(MARK), Attachment)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A place that holds a tensor; tied tensors have several."""
+
+    module: nn.Module
+    place: str
+    """``_parameters`` or ``_buffers``."""
+    key: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """What is there now."""
+        found: Tensor = getattr(self.module, self.place)[self.key]
+        return found
+
+    @property
+    def update(self) -> Update | None:
+        """What learns for the tensor at this place."""
+        return updates(self.module).get(self.key)
+
+
+def owners_of(net: nn.Module, names: Mapping[str, str]) -> dict[str, list[Owner]]:
+    """Every place that holds each tensor, by its first name."""
+    found: dict[str, list[Owner]] = {}
+    modules = dict(net.named_modules(remove_duplicate=False))
+    for name, first in names.items():
+        path, _, key = name.rpartition(".")
+        module = modules[path]
+        place = "_parameters" if key in module._parameters else "_buffers"
+        found.setdefault(first, []).append(Owner(module, place, key))
+    return found
+
+
+def fused_value(owners: Mapping[str, list[Owner]], name: str) -> Tensor:
+    """A tensor as the network computes with it: its adapter is fused."""
+    tensor = owners[name][0].tensor.detach()
+    update = next((owner.update for owner in owners[name] if owner.update is not None), None)
+    return tensor if update is None else update(tensor)

@@ -18,8 +18,8 @@ from spalier.benching.backends import BACKENDS, Backend, compiling, difference, 
 from spalier.benching.results import BASE, Benchmark, Comparison, Timing, compare
 from spalier.counting import count
 from spalier.errors import ConfigError, ExampleError
-from spalier.structure.capture import first_line
 from spalier.tasks.task import Task
+from spalier.text import first_line
 from spalier.timing import MIN_ROUNDS, Call, Clock, describe_machine, take_turns
 
 Progress = Callable[[str], None]

@@ -25,7 +25,7 @@ from spalier.cli.state import State, examples, json_option, pass_state
 @json_option
 @pass_state
 def trace(state: State, network: str, shape: str, **options: Any) -> None:
-    """Show which channels of a NETWORK hang together, what is frozen, and why.
+    """Show which channels of a NETWORK are coupled, what is frozen, and why.
 
     NETWORK is resnet8, resnet20, resnet18, resnet34, resnet50, torchvision:NAME, timm:NAME, hf:NAME, module:function
     (which runs that code), or the folder of a run.

@@ -24,21 +24,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from spalier.criteria.batches import Batch, batches_of, loss_of
-from spalier.criteria.probe import (
-    Probe,
-    Totals,
-    Values,
-    Watch,
-    mean_product,
-    sample_axis,
-    seeing,
-    structure_of,
-)
+from spalier.criteria.probe import Probe, Totals, Values, Watch, mean_product, sample_axis, seeing
 from spalier.criteria.scores import Normalise
 from spalier.errors import ConfigError, ScoreError
 from spalier.structure.capture import in_eval_mode
 from spalier.structure.sites import layer_name
-from spalier.structure.structure import Structure
+from spalier.structure.structure import Structure, structure_of
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spalier.adapters.attachment import attachment_of, is_marked
+from spalier.adapters.attachment import attachment_of, fused_value, is_marked, owners_of
 from spalier.adapters.fuse import fuse
 from spalier.criteria.batches import Batch, batches_of, loss_of
-from spalier.errors import ConfigError, ScoreError, TraceError
-from spalier.pruning.cuts import fused_value, owners_of
+from spalier.errors import ScoreError
 from spalier.pruning.modules import base_scale, run_attention
 from spalier.pruning.plan import Kept, kept_of
-from spalier.structure.capture import first_line, in_eval_mode
+from spalier.structure.capture import in_eval_mode
 from spalier.structure.sites import Side, Site, layer_name
 from spalier.structure.streams import present
 from spalier.structure.structure import Structure
+from spalier.text import first_line
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ class Probe:
             for member in (m for m in stream.members if m.role == "writer"):
                 place = number, layer_name(member.tensor)
                 owner = owners[member.tensor][0]
-                plain: Tensor = getattr(owner.module, owner.place)[owner.key].detach()
+                plain = owner.tensor.detach()
                 weight = fused_value(owners, member.tensor) if fused else plain
                 rows = weight.detach().movedim(member.axis, 0).flatten(1)
                 if folded and place in norms:
@@ -462,24 +462,3 @@ def _by_unit(rows: Tensor, units: Any) -> Tensor:
     order = np.argsort(np.where(units >= 0, units, len(alive) + units.max() + 1), kind="stable")
     order = order[: int((units >= 0).sum())]
     return rows[torch.from_numpy(order).to(rows.device)].reshape(len(alive), -1)
-
-
-def structure_of(net: nn.Module, given: Structure | None) -> Structure:
-    """The structure that was passed, or the one that an adapted network remembers."""
-    if not isinstance(net, nn.Module):
-        raise ConfigError(f"net is a {type(net).__name__}, expected a torch.nn.Module")
-    if isinstance(net, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise ConfigError(
-            f"net is wrapped in {type(net).__name__}; pass the network inside of it, net.module"
-        )
-    if given is not None:
-        if not isinstance(given, Structure):
-            raise ConfigError(f"structure is a {type(given).__name__}, expected what trace returns")
-        return given
-    found = attachment_of(net).structure if is_marked(net) else None
-    if not isinstance(found, Structure):
-        raise TraceError(
-            "nothing is known of how this network's channels hang together; pass structure=trace(net, example), or "
-            "give attach_ an example="
-        )
-    return found

@@ -20,11 +20,11 @@ from spalier.criteria.criterion import (
     Weight,
 )
 from spalier.criteria.lrp import LRP
-from spalier.criteria.probe import Probe, Values, structure_of
+from spalier.criteria.probe import Probe, Values
 from spalier.criteria.scores import Floats, Scores
 from spalier.distributed import summed_over_ranks
 from spalier.errors import ConfigError, ScoreError
-from spalier.structure.structure import Structure
+from spalier.structure.structure import Structure, structure_of
 
 CRITERIA: dict[str, Callable[[], Criterion]] = {
     "weight": Weight,

@@ -13,13 +13,12 @@ from torch.optim import Optimizer
 
 from spalier.adapters.attachment import attachment_of, is_marked
 from spalier.adapters.updates import LowRank
-from spalier.criteria.probe import structure_of
 from spalier.distributed import is_distributed
 from spalier.errors import ConfigError
-from spalier.pruning.cuts import adapter_path
 from spalier.pruning.plan import Plan, kept_units
 from spalier.pruning.prune import prune_
 from spalier.scheduling import Schedule
+from spalier.structure.structure import structure_of
 
 Part = str | Callable[[Any], nn.Module] | None
 """What to prune of a module: a submodule's name, a function that gives it, or None for all of it."""
@@ -96,4 +95,4 @@ def _trained(optimizer: Optimizer) -> list[Any]:
 
 def _adapters(net: nn.Module) -> dict[str, LowRank]:
     updated = attachment_of(net).updated if is_marked(net) else ()
-    return {adapter_path(e.name, e.weight): e.update for e in updated if isinstance(e.update, LowRank)}
+    return {e.path: e.update for e in updated if isinstance(e.update, LowRank)}

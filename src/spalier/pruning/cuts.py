@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 
 import numpy as np
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spalier.adapters.attachment import Attachment, Changes
-from spalier.adapters.forward import updates
+from spalier.adapters.attachment import Attachment, Changes, Owner
 from spalier.adapters.updates import LowRank, Update
 from spalier.errors import PlanError, PruneError
 from spalier.pruning.plan import Kept
@@ -49,37 +47,6 @@ def cuts_of(structure: Structure, before: Kept, after: Kept) -> dict[str, Indice
     return found
 
 
-@dataclass(frozen=True)
-class Owner:
-    """Where a tensor sits."""
-
-    module: nn.Module
-    place: str
-    """``_parameters`` or ``_buffers``."""
-    key: str
-
-
-def owners_of(net: nn.Module, names: dict[str, str]) -> dict[str, list[Owner]]:
-    """Every place that holds each tensor, by its first name."""
-    found: dict[str, list[Owner]] = {}
-    modules = dict(net.named_modules(remove_duplicate=False))
-    for name, first in names.items():
-        path, _, key = name.rpartition(".")
-        module = modules[path]
-        found.setdefault(first, []).append(
-            Owner(module, "_parameters" if key in module._parameters else "_buffers", key)
-        )
-    return found
-
-
-def fused_value(owners: Mapping[str, list[Owner]], name: str) -> Tensor:
-    """A tensor as the network computes with it: its adapter is fused."""
-    owner = owners[name][0]
-    tensor: Tensor = getattr(owner.module, owner.place)[owner.key].detach()
-    adapted = next((u for o in owners[name] if (u := updates(o.module).get(o.key)) is not None), None)
-    return tensor if adapted is None else adapted(tensor)
-
-
 class Cutter:
     """Cuts the tensors of a network, and remembers what it did."""
 
@@ -93,7 +60,7 @@ class Cutter:
 
     def cut_(self, owners: Sequence[Owner], indices: Indices) -> None:
         """Cut one tensor wherever it sits, and the update of it."""
-        tensor: Tensor = getattr(owners[0].module, owners[0].place)[owners[0].key]
+        tensor = owners[0].tensor
         self._cut_updates_of(owners, tensor, indices)
         small = self._cut(tensor.detach(), indices)
         if isinstance(tensor, nn.Parameter) and (self._attachment is None or id(tensor) in self._copies):
@@ -124,7 +91,7 @@ class Cutter:
 
     def _cut_updates_of(self, owners: Sequence[Owner], weight: Tensor, indices: Indices) -> None:
         for owner in owners:
-            update = updates(owner.module).get(owner.key)
+            update = owner.update
             if update is not None and update not in self._cut_updates:
                 self._cut_updates.add(update)
                 self._cut_update_(update, tuple(weight.shape), indices)
@@ -149,9 +116,7 @@ def _merged(first: Indices, second: Indices) -> Indices:
 
 def components_of(attachment: Attachment | None, ranks: Mapping[str, tuple[int, ...]]) -> dict[LowRank, Ints]:
     """The updates whose bottleneck is cut, and the components that stay."""
-    known = (
-        {} if attachment is None else {adapter_path(e.name, e.weight): e.update for e in attachment.updated}
-    )
+    known = {} if attachment is None else {entry.path: entry.update for entry in attachment.updated}
     found: dict[LowRank, Ints] = {}
     for name, components in ranks.items():
         update = known.get(name)
@@ -164,15 +129,6 @@ def components_of(attachment: Attachment | None, ranks: Mapping[str, tuple[int, 
             )
         found[update] = np.array(components)
     return found
-
-
-def adapter_path(layer: str, weight: str) -> str:
-    """How a plan calls an adapter: by its layer, and by its weight where that has another name.
-
-    >>> adapter_path("layer1.0.conv1", "weight"), adapter_path("attention", "in_proj_weight")
-    ('layer1.0.conv1', 'attention.in_proj_weight')
-    """
-    return layer if weight == "weight" else f"{layer}.{weight}" if layer else weight
 
 
 def optimizers_of(net: nn.Module, given: object) -> list[Optimizer]:

@@ -19,14 +19,15 @@ from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from spalier.adapters.attachment import MARK, Changes
-from spalier.pruning.cuts import Cutter, Indices, cuts_of, owners_of
+from spalier.adapters.attachment import MARK, Changes, owners_of
+from spalier.pruning.cuts import Cutter, Indices, cuts_of
 from spalier.pruning.plan import Kept, kept_of
 from spalier.pruning.prune import apply_
-from spalier.structure.capture import arguments, as_base, first_line, on_device_of, operation, quiet
+from spalier.structure.capture import arguments, as_base, on_device_of, operation, quiet
 from spalier.structure.find import UNUSED
 from spalier.structure.structure import Extent, Mask, Structure
 from spalier.structure.walk import Value
+from spalier.text import first_line
 
 
 def unfollowed(net: nn.Module, structure: Structure) -> dict[int, str]:

@@ -13,7 +13,15 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from spalier.adapters.attach import detach_
-from spalier.adapters.attachment import Attachment, Changes, attachment_of, is_marked
+from spalier.adapters.attachment import (
+    Attachment,
+    Changes,
+    Owner,
+    attachment_of,
+    fused_value,
+    is_marked,
+    owners_of,
+)
 from spalier.adapters.forward import updates
 from spalier.adapters.fuse import fuse
 from spalier.errors import PlanError, PruneError
@@ -21,14 +29,11 @@ from spalier.pruning.attributes import Resize, resized
 from spalier.pruning.cuts import (
     Cutter,
     Indices,
-    Owner,
     check_optimizers,
     components_of,
     cut_optimizers_,
     cuts_of,
-    fused_value,
     optimizers_of,
-    owners_of,
 )
 from spalier.pruning.modules import set_spread_
 from spalier.pruning.plan import MARK, Kept, Plan, after, kept_of
@@ -209,7 +214,7 @@ def _is_around_attention(module: nn.Module, touched: set[nn.Module]) -> bool:
 def _parameters(owners: Mapping[str, list[Owner]], names: Iterable[str]) -> list[Tensor]:
     found: list[Tensor] = []
     for owner in (o for name in names for o in owners[name]):
-        found.append(getattr(owner.module, owner.place)[owner.key])
+        found.append(owner.tensor)
         found += [p for update in updates(owner.module).values() for p in update.parameters()]
     return found
 

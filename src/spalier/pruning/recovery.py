@@ -26,8 +26,8 @@ from spalier.adapters.updates import LowRank, Pointwise, Update
 from spalier.distributed import broadcast_
 from spalier.errors import RecoveryError
 from spalier.pruning.regression import Lockstep, Moments, features, set_best_
-from spalier.structure.capture import first_line, in_eval_mode
-from spalier.text import table
+from spalier.structure.capture import in_eval_mode
+from spalier.text import first_line, table
 
 Kept = Mapping[str, Any]
 """For each adapted weight that was cut, the outputs that stayed."""

@@ -21,18 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from spalier.adapters.attachment import Changes
 from spalier.pruning.plan import Kept
-from spalier.structure.capture import (
-    arguments,
-    copied,
-    first_line,
-    in_eval_mode,
-    module_of,
-    operation,
-    preserved,
-)
+from spalier.structure.capture import arguments, copied, in_eval_mode, module_of, operation, preserved
 from spalier.structure.streams import present
 from spalier.structure.structure import Captured, Mask, Structure
 from spalier.structure.walk import Statistic, Value
+from spalier.text import first_line
 
 Read = Callable[[str], Tensor]
 """The current value of a parameter or buffer, its adapter fused."""

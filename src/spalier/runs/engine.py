@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from spalier.adapters.attach import attach_, detach_
 from spalier.adapters.fuse import fuse
-from spalier.criteria.probe import structure_of
 from spalier.criteria.score import score
 from spalier.criteria.scores import Scores
 from spalier.data.data import Data
@@ -60,6 +59,7 @@ from spalier.runs.seeds import seed_of
 from spalier.runs.stopping import Stopping
 from spalier.runs.syncing import sum_gradients_, summed
 from spalier.selecting import select
+from spalier.structure.structure import structure_of
 from spalier.tasks.container import SUFFIX
 from spalier.tasks.store import Store
 from spalier.tasks.task import Task

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from spalier.adapters.forward import is_diverted, undivert_
 from spalier.adapters.geometry import is_uninitialised
 from spalier.errors import ConfigError, ExampleError, TraceError
+from spalier.text import first_line
 
 
 def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -69,11 +70,6 @@ def _refusal(net: nn.Module, args: Any, kwargs: Any, error: Exception) -> Except
         f"torch.export cannot capture this network: {first_line(error)}; control flow or shapes that depend on "
         "values have to go, or trace the part that can be captured"
     )
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @contextmanager

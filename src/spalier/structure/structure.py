@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_flatten
 
+from spalier.adapters.attachment import attachment_of, is_marked
 from spalier.adapters.geometry import Added
-from spalier.errors import TraceError
+from spalier.errors import ConfigError, TraceError
 from spalier.structure.labels import Ints
 from spalier.structure.sites import Cost, Site
 from spalier.structure.streams import Assembly, FreeWriter, Frozen, Member, Placed, Stream, present
@@ -200,6 +201,27 @@ class Structure:
         if frozen:
             text += "\n\n" + table(["frozen", "indices", "why"], frozen)
         return f"{text}\n{self.units:,} units in {len(self.streams)} streams; {self.prunable:.1%} of the weights can go"
+
+
+def structure_of(net: nn.Module, given: Structure | None) -> Structure:
+    """The structure that was passed, or the one that an adapted network remembers."""
+    if not isinstance(net, nn.Module):
+        raise ConfigError(f"net is a {type(net).__name__}, expected a torch.nn.Module")
+    if isinstance(net, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            f"net is wrapped in {type(net).__name__}; pass the network inside of it, net.module"
+        )
+    if given is not None:
+        if not isinstance(given, Structure):
+            raise ConfigError(f"structure is a {type(given).__name__}, expected what trace returns")
+        return given
+    found = attachment_of(net).structure if is_marked(net) else None
+    if not isinstance(found, Structure):
+        raise TraceError(
+            "which channels of this network are coupled is not known; pass structure=trace(net, example), or give "
+            "attach_ an example="
+        )
+    return found
 
 
 def _short(names: Sequence[str]) -> str:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from spalier.adapters.attach import attach_, detach_
-from spalier.adapters.attachment import Changes, attachment_of
+from spalier.adapters.attachment import Changes, attachment_of, owners_of
 from spalier.adapters.forward import updates
 from spalier.adapters.geometry import is_norm
 from spalier.adapters.kinds import ADAPTERS, FineTune
 from spalier.errors import SpalierError, TaskFileError
-from spalier.pruning.cuts import Cutter, owners_of
+from spalier.pruning.cuts import Cutter
 from spalier.pruning.modules import set_spread_
 from spalier.pruning.plan import MARK
 from spalier.tasks.base import Base

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spalier.adapters.attachment import Attachment, attachment_of, moved
+from spalier.adapters.attachment import Attachment, Owner, attachment_of, moved, owners_of
 from spalier.adapters.forward import updates
 from spalier.adapters.fuse import check_finite
 from spalier.adapters.geometry import first_names, is_finite, is_norm, tensors_of
@@ -20,7 +20,7 @@ from spalier.adapters.updates import LowRank, Pointwise, Update
 from spalier.budget import Meter
 from spalier.errors import AttachmentError, ConfigError, NonFiniteError, PlanError
 from spalier.pruning.attributes import resized_by_tensors
-from spalier.pruning.cuts import Owner, cut, owners_of
+from spalier.pruning.cuts import cut
 from spalier.pruning.plan import MARK, Kept, kept_of
 from spalier.structure.structure import Structure
 from spalier.tasks import fingerprint, table
@@ -70,7 +70,7 @@ def _again(net: nn.Module, task: Learned) -> Described:
     for row in task.table.rows:
         for name in row.names:
             owner = owners[name][0]
-            tensor: Tensor = getattr(owner.module, owner.place)[owner.key]
+            tensor = owner.tensor
             if isinstance(row.source, Values):
                 values.append(tensor.detach().flatten())
             elif isinstance(row.source, Integers):
@@ -147,9 +147,7 @@ class _Describer:
         )
 
     def _current(self, name: str) -> Tensor:
-        owner = self.owners[name][0]
-        tensor: Tensor = getattr(owner.module, owner.place)[owner.key]
-        return tensor
+        return self.owners[name][0].tensor
 
     def _add(self, name: str) -> None:
         """A row for a tensor, unless it is the base's as it is."""
@@ -270,7 +268,7 @@ def _base_tensors(attachment: Attachment, owners: Mapping[str, list[Owner]]) -> 
     found = {}
     for name, several in owners.items():
         owner = several[0]
-        current = getattr(owner.module, owner.place)[owner.key]
+        current = owner.tensor
         found[name] = moved(before.get((id(owner.module), owner.place, owner.key), current), current)
     return found
 
