@@ -1,9 +1,7 @@
 """Data sets by name: digits, options, Hugging Face's, and real ones where they are."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +13,6 @@ from spalier.data.data import Bad, Data
 from spalier.data.open import NAMES, open_data
 from spalier.data.splits import held_out, limited
 from spalier.errors import ConfigError, DataError
-
-SHARED = Path(os.environ.get("SPALIER_SHARED", Path(__file__).resolve().parents[3] / "shared")) / "data"
 
 
 def test_digits_are_scikit_learns():
@@ -254,14 +250,8 @@ def test_what_hugging_face_cannot_give_is_said(library, tmp_path):
 # Real data, where it is
 
 
-def shared(name):
-    if not (SHARED / name).is_dir():
-        pytest.skip("the real data is not here")
-    return SHARED
-
-
-def test_real_cifar10():
-    data = open_data("cifar10", folder=shared("cifar10"))
+def test_real_cifar10(shared):
+    data = open_data("cifar10", folder=shared / "data")
     assert len(data.test) == 10_000
     assert len(data.train) + len(data.validation) == 10_000
     assert np.bincount(data.test.labels).tolist() == [1000] * 10
@@ -271,15 +261,15 @@ def test_real_cifar10():
     assert (images.std(dim=(0, 2, 3)) - 1).abs().max() < 0.1
 
 
-def test_real_flowers():
-    data = open_data("flowers102", folder=shared("flowers102"), size=56)
+def test_real_flowers(shared):
+    data = open_data("flowers102", folder=shared / "data", size=56)
     assert len(data.train) + len(data.validation) == 2040
     assert np.bincount(np.concatenate([data.train.labels, data.validation.labels])).tolist() == [20] * 102
     assert len(data.test) == 2000
     assert "2,000 of 6,149" in str(data)
 
 
-def test_real_cats_and_dogs():
-    data = open_data("catsanddogs", folder=shared("catsdogs"), size=56, validation=0)
+def test_real_cats_and_dogs(shared):
+    data = open_data("catsanddogs", folder=shared / "data", size=56, validation=0)
     assert np.bincount(data.train.labels).tolist() == [1000, 1000]
     assert np.bincount(data.test.labels).tolist() == [500, 500]

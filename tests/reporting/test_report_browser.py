@@ -1,29 +1,15 @@
 """The page in a browser: nothing runs that should not, nothing overlaps, hands and keyboards reach everything."""
 
 import contextlib
-import shutil
-import tempfile
 
 import pytest
 from reported import HOSTILE, task, write_run
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 import spalier as sp
 from spalier.reporting.write import report
-
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *(
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--hide-scrollbars",
-        "--window-size=1280,1000",
-    ),
-)
 
 OVERLAPS = """
 const found = [];
@@ -47,21 +33,6 @@ return [...document.querySelectorAll("figure > svg text")]
   .filter(([text, left, right]) => left < -1 || right > wide + 1);
 """
 WIDER = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    places = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
-    assert all(places.values()), "these tests need Chromium: apt-get install chromium chromium-driver"
-    options = webdriver.ChromeOptions()
-    options.binary_location = places["chromium"]
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        for flag in (*FLAGS, f"--user-data-dir={folder}"):
-            options.add_argument(flag)
-        driver = webdriver.Chrome(options, Service(places["chromedriver"]))
-        yield driver
-        driver.quit()
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ def test_drawings_are_well_formed_and_inside(run):
             )
 
 
-def test_every_file_can_be_read_back(run, tmp_path):
+def test_every_file_can_be_read_back(run, tmp_path, fonts):
     found = list({figure.name.partition("-birds")[0]: figure for figure in run[1].all()}.values())
     assert len(found) == 11
     export(found, tmp_path)
