@@ -69,7 +69,7 @@ def endless(loader: Loader) -> Iterator[tuple[Tensor, Tensor]]:
 
 def measure(part: Pixels, batch: int, threads: int, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
-    trainer, batches = Trainer(), endless(Loader(part, batch=batch))
+    trainer, batches = Trainer(), endless(Loader(part, batch_size=batch))
     trainer.step(next(batches))  # the first step allocates
     loading, stepping = [], []
     for _ in range(rounds):

@@ -104,7 +104,7 @@ def pretrained(folder: Path, seed: int) -> Path:
     data = open_data("digits", size=SIZE, classes=list("01234"), validation=0.0)
     net = sp.models.resnet18(classes=5, stem="cifar").to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    loader = Loader(data.train, batch=64, seed=seed)
+    loader = Loader(data.train, batch_size=64, seed=seed)
     for epoch in range(4):
         for images, labels in loader.epoch(epoch):
             optimizer.zero_grad()
@@ -121,18 +121,18 @@ def masks(method: str, seed: int, folder: Path, weights: Path) -> dict[str, Any]
         recipe="paper",
         data="digits",
         classes=tuple("56789"),
-        size=SIZE,
-        limit=240,
+        image_size=SIZE,
+        max_train_samples=240,
         weights=str(weights),
         method=method,  # type: ignore[arg-type]
         writers="coupled",
         epochs=1,
-        epochs_each=1,
-        batch=32,
+        epochs_per_prune=1,
+        batch_size=32,
         optimizer="adamw",
-        scale_rate=False,
-        rate=3e-3 if method == "splora" else 3e-4,
-        rates="cosine",
+        scale_lr=False,
+        lr=3e-3 if method == "splora" else 3e-4,
+        lr_schedule="cosine",
         score_samples=128,
         seed=seed,
         trackers=(),
@@ -166,12 +166,12 @@ def accuracy(seed: int, folder: Path) -> dict[str, Any]:
         classes=tuple("56789"),
         weights=str(small_base(seed, folder)),
         schedule="iterative",
-        end=0.05,
+        final_density=0.05,
         epochs=8,
-        epochs_each=3,
-        batch=32,
-        rate=3e-3,
-        recover="none",  # as masks have it
+        epochs_per_prune=3,
+        batch_size=32,
+        lr=3e-3,
+        recovery="none",  # as masks have it
         seed=seed,
         trackers=(),
         checkpoint_seconds=1e6,
@@ -187,7 +187,7 @@ def small_base(seed: int, folder: Path) -> Path:
         classes=tuple("01234"),
         densities=(),
         epochs=10,
-        batch=32,
+        batch_size=32,
         seed=seed,
         trackers=(),
     )
@@ -199,11 +199,11 @@ def small_base(seed: int, folder: Path) -> Path:
 
 TAUGHT: dict[str, dict[str, Any]] = {
     "labels": {},
-    "labels, norms not recalibrated": {"recover": "none"},
-    "labels, all recovered in closed form": {"recover": "all"},
-    "labels and itself": {"distill": "self"},
-    "labels and a fine-tuned teacher": {"distill": "teacher"},
-    "a fine-tuned teacher alone": {"distill": "teacher", "labels": False},
+    "labels, norms not recalibrated": {"recovery": "none"},
+    "labels, all recovered in closed form": {"recovery": "all"},
+    "labels and itself": {"teacher": "self"},
+    "labels and a fine-tuned teacher": {"teacher": "fine-tuned"},
+    "a fine-tuned teacher alone": {"teacher": "fine-tuned", "labels": False},
 }
 
 
@@ -215,23 +215,23 @@ def teaching(seed: int, folder: Path) -> dict[str, Any]:
         "densities": (0.5, 0.3, 0.2, 0.1, 0.05),
         "seed": seed,
         "trackers": (),
-        "batch": 32,
+        "batch_size": 32,
     }
     weights = small_base(seed, folder)
     common |= {
         "classes": tuple("56789"),
         "weights": str(weights),
-        "limit": 200,
+        "max_train_samples": 200,
         "epochs": 15,
-        "epochs_each": 6,
+        "epochs_per_prune": 6,
     }
     fine = sp.TransferPruning(**{**common, "method": "fine-pruning"})
     rows = {"fine-pruning, labels": fine.run(folder / f"fine-{seed}", progress=False).rows}
     teacher = folder / f"fine-{seed}" / "tasks" / "digits-100.task.safetensors"
     for name, changes in TAUGHT.items():
         settings = {**common, **changes}
-        if settings.get("distill") == "teacher":
-            settings["distill"] = str(teacher)
+        if settings.get("teacher") == "fine-tuned":
+            settings["teacher"] = str(teacher)
         run = sp.TransferPruning(**settings).run(folder / f"{name.replace(' ', '-')}-{seed}", progress=False)
         rows[f"SPLoRA, {name}"] = run.rows
         print(seed, name, [round(100 * row["test"], 1) for row in run.rows], flush=True)

@@ -34,7 +34,8 @@ from spalier.runs.folder import RunFolder
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 """What is committed."""
-_OF_DATA = ("size", "limit", "validation")
+_OF_DATA = {"image_size": "size", "max_train_samples": "limit", "validation_split": "validation"}
+"""Settings that are about data, and what `open_data` calls them."""
 
 
 def _commit() -> str:
@@ -118,18 +119,18 @@ def rows_of(cell: Cell, place: Place) -> list[dict[str, Any]]:
     if not first.targets():
         return list(first.run(folder, data=data, progress=False).rows)
     trunk = first_block(first, place.work / cell.trunk_name, data)
-    config = first.with_(**cell.after)
+    config = first.replace(**cell.after)
     if cell.teacher:
-        config = config.with_(**_teaching(cell, place, trunk))
-    if config.start is None:
-        _branch(trunk, folder, config.with_(data=f"given:{data.name}"))
+        config = config.replace(**_teaching(cell, place, trunk))
+    if config.start_task is None:
+        _branch(trunk, folder, config.replace(data=f"given:{data.name}"))
     with _engine(Released if cell.masks == "released" else Engine):
         return list(config.run(folder, data=data, progress=False).rows)
 
 
 def samples_of(cell: Cell, place: Place) -> Data:
     """The cell's data, opened once in a process; of the test images as many as the scale looks at."""
-    asked = {name: cell.before[name] for name in _OF_DATA if name in cell.before}
+    asked = {option: cell.before[name] for name, option in _OF_DATA.items() if name in cell.before}
     data = _opened(cell.data, str(place.data), json.dumps(asked), cell.seed)
     count = place.protocol.tested.get(cell.data)
     if count is None or data.test is None:
@@ -179,11 +180,11 @@ def first_block(config: sp.TransferPruning, folder: Path, data: Data) -> Path:
 def _teaching(cell: Cell, place: Place, trunk: Path) -> dict[str, Any]:
     """Settings of a run with a teacher. One whose teacher is another network begins with its own first block's task."""
     if cell.teacher == cell.trunk:
-        return {"distill": "self"}
+        return {"teacher": "self"}
     other = teacher_of(place.protocol, cell)
     teacher = first_block(config_of(other, place), place.work / other.trunk_name, samples_of(other, place))
     name = f"{cell.data}-100.task.safetensors"
-    return {"start": str(trunk / "tasks" / name), "distill": str(teacher / "tasks" / name)}
+    return {"start_task": str(trunk / "tasks" / name), "teacher": str(teacher / "tasks" / name)}
 
 
 def _branch(trunk: Path, folder: Path, config: sp.TransferPruning) -> None:

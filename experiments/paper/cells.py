@@ -92,7 +92,13 @@ def cell_of(
         *(f"{key}={_text(value)}" for key, value in own.items()),
         *filter(None, [other.get("network")]),
     ]
-    settings = {**protocol.settings(data, method["method"]), **method, **other, "adapter": own, "seed": seed}
+    settings = {
+        **protocol.settings(data, method["method"]),
+        **method,
+        **other,
+        "adapter_options": own,
+        "seed": seed,
+    }
     told = {
         "data": data,
         "learning": learning,
@@ -157,7 +163,7 @@ def _writers(protocol: Protocol, seed: int) -> Iterator[Cell]:
     """Layers that write into one stream keep the same channels, by the sum of their scores or by the mean."""
     for variant, together in (("coupled", "sum"), ("coupled-mean", "mean")):
         for learning in METHODS:
-            after = {"writers": "coupled", "select": {"aggregate": together}}
+            after = {"writers": "coupled", "select_options": {"aggregate": together}}
             yield cell_of(protocol, "cifar10", learning, seed, variant=variant, after=after)
 
 
@@ -181,7 +187,7 @@ def _ranks(protocol: Protocol, seed: int) -> Iterator[Cell]:
             "r32",
             seed,
             variant=f"rank-pruned={share:g}",
-            after={"select": {"rank": share}},
+            after={"select_options": {"rank": share}},
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,27 @@ class Mean:
 
 
 _PLAIN: dict[str, Any] = {"variant": "", "kernel": "center", "init_range": 1e-4, "network": ""}
+
+
+_RENAMED = {
+    "adapter": "adapter_options",
+    "batch": "batch_size",
+    "decay": "weight_decay",
+    "epochs_each": "epochs_per_prune",
+    "epochs_last": "final_epochs",
+    "limit": "max_train_samples",
+    "rate": "lr",
+    "rates": "lr_schedule",
+    "scale_rate": "scale_lr",
+    "select": "select_options",
+    "size": "image_size",
+    "validation": "validation_split",
+}
+
+
+def settings_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record's settings by their current names; the committed ones were written under earlier names."""
+    return {_RENAMED.get(name, name): value for name, value in record["settings"].items()}
 
 
 class Found:

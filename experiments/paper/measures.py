@@ -96,7 +96,7 @@ def speeds(place: Place, *, steps: int = 8) -> dict[str, Any]:
             net = open_network(
                 config.network, classes=CLASSES[data], weights=config.weights, **config.network_options
             )
-            side, batch = cell.before.get("size", 32), int(config.batch or 1)
+            side, batch = cell.before.get("image_size", 32), int(config.batch_size or 1)
             found.append(
                 {
                     "data": data,
@@ -113,7 +113,7 @@ def _speed(net: nn.Module, config: sp.TransferPruning, side: int, batch: int, st
     images = torch.randn(batch, 3, side, side).contiguous(memory_format=channels_last)
     labels = torch.zeros(batch, dtype=torch.long)
     net = net.to(memory_format=channels_last)  # type: ignore[call-overload]
-    sp.attach_(net, config.adapter_(), head=head_of(net))
+    sp.attach_(net, config.make_adapter(), head=head_of(net))
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=1e-3)
     net.train()
     times = []

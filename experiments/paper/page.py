@@ -9,7 +9,7 @@ from typing import Any
 
 import papers
 from figures import figures
-from found import Found
+from found import Found, settings_of
 from protocol import Protocol
 from tables import DATA, NAMES, TABLES, markdown, pays_from
 
@@ -112,10 +112,9 @@ def rates_table(results: Path) -> str:
     rows = []
     for trial in _read(results, "rates")["trials"]:
         shown = [f"{100 * row['target']:g}%: {100 * row['validation']:.1f}" for row in trial["rows"]]
-        name = "SPLoRA r8" if trial["settings"]["method"] == "splora" else "fine-pruning"
-        rows.append(
-            [DATA[trial["settings"]["data"]], name, f"{trial['settings']['rate']:g}", ", ".join(shown)]
-        )
+        settings = settings_of(trial)
+        name = "SPLoRA r8" if settings["method"] == "splora" else "fine-pruning"
+        rows.append([DATA[settings["data"]], name, f"{settings['lr']:g}", ", ".join(shown)])
     return markdown(["data", "learning", "rate", "validation accuracy by channels"], rows)
 
 

@@ -58,7 +58,7 @@ class Protocol:
             **self.shared,
             **self.sets[data],
             "data": data,
-            "rate": self.rates[data][method],
+            "lr": self.rates[data][method],
             "trackers": (),
         }
 
@@ -85,13 +85,25 @@ def weights_of(protocol: Protocol, folder: Path, name: str) -> Path:
 
 _PAPERS_RATE = {"fine-pruning": 0.01, "splora": 0.01}
 # everything that the recipe derives from a data set's name is said here: runs are given their data as objects
-_SMALL = {"network_options": {"stem": "cifar"}, "size": 32, "batch": 64, "epochs": 30, "epochs_each": 20}
-_LARGE = {"network_options": {"stem": "imagenet"}, "size": 224, "batch": 32, "epochs": 100, "epochs_each": 50}
+_SMALL = {
+    "network_options": {"stem": "cifar"},
+    "image_size": 32,
+    "batch_size": 64,
+    "epochs": 30,
+    "epochs_per_prune": 20,
+}
+_LARGE = {
+    "network_options": {"stem": "imagenet"},
+    "image_size": 224,
+    "batch_size": 32,
+    "epochs": 100,
+    "epochs_per_prune": 50,
+}
 _RESNET50 = {"network": "resnet50", "weights": "resnet50-0676ba61.pth"}
 FULL = Protocol(
     scale="full",
     # rates are for 256 images and scale with the batch, so the paper's smaller ones for want of memory need not be
-    shared={"recipe": "paper", "validation": 0.0},
+    shared={"recipe": "paper", "validation_split": 0.0},
     sets={
         "cifar10": {**_RESNET50, **_SMALL},
         "flowers102": {**_RESNET50, **_LARGE},
@@ -115,16 +127,16 @@ _IMAGENET_AT_64 = {
     "network": "resnet50",
     "network_options": {"stem": "imagenet", "stride_on": "conv1"},
     "weights": "resnet50-imagenet-caffe.fp16.safetensors",
-    "size": 64,
-    "batch": 32,
+    "image_size": 64,
+    "batch_size": 32,
 }
 MINI = Protocol(
     scale="mini",
     shared={
         "recipe": "paper",
-        "validation": 0.0,
-        "scale_rate": False,
-        "rates": "cosine",  # steps of a fifth after each quarter would leave only that quarter to learn
+        "validation_split": 0.0,
+        "scale_lr": False,
+        "lr_schedule": "cosine",  # steps of a fifth after each quarter would leave only that quarter to learn
         "score_samples": 256,
         **_STEPS,
     },
@@ -132,14 +144,20 @@ MINI = Protocol(
         "cifar10": {
             "network": "networks:resnet20",
             "weights": "resnet20-cifar100.safetensors",
-            "limit": 2000,
-            "batch": 64,
+            "max_train_samples": 2000,
+            "batch_size": 64,
             "epochs": 4,
-            "epochs_each": 2,
-            "epochs_last": 6,
+            "epochs_per_prune": 2,
+            "final_epochs": 6,
         },
-        "flowers102": {**_IMAGENET_AT_64, "epochs": 4, "epochs_each": 2, "epochs_last": 4},
-        "catsanddogs": {**_IMAGENET_AT_64, "limit": 2000, "epochs": 2, "epochs_each": 1, "epochs_last": 2},
+        "flowers102": {**_IMAGENET_AT_64, "epochs": 4, "epochs_per_prune": 2, "final_epochs": 4},
+        "catsanddogs": {
+            **_IMAGENET_AT_64,
+            "max_train_samples": 2000,
+            "epochs": 2,
+            "epochs_per_prune": 1,
+            "final_epochs": 2,
+        },
     },
     rates={
         "cifar10": {"fine-pruning": 0.02, "splora": 0.05},

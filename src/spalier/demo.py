@@ -179,10 +179,10 @@ def _learn(folder: Path, seed: int, say: Say) -> dict[tuple[str, Method], Result
                 weights=str((folder / "base.safetensors").absolute()),
                 data="digits",
                 classes=tuple(classes),
-                limit=1000,
+                max_train_samples=1000,
                 densities=DENSITIES,
                 epochs=5,
-                epochs_each=3,
+                epochs_per_prune=3,
                 seed=seed,
                 trackers=(),
             )

@@ -3,11 +3,11 @@ from calling import call
 
 SETTINGS = (
     "epochs=1",
-    "epochs_each=1",
-    "limit=120",
+    "epochs_per_prune=1",
+    "max_train_samples=120",
     "densities=0.5",
     "score_samples=32",
-    "recover_samples=32",
+    "recovery_samples=32",
     "network_options={width: 8}",
     "trackers=[]",
 )

@@ -273,7 +273,7 @@ def started(*arguments, **options):
 def test_interrupted_and_gone_on_with(tmp_path):
     """Ctrl-C ends a run with 130 and a checkpoint; the same command without settings goes on with it."""
     folder = tmp_path / "run"
-    small = ["--set", "limit=60", "--set", "network_options={width: 4}", "--set", "trackers=[]"]
+    small = ["--set", "max_train_samples=60", "--set", "network_options={width: 4}", "--set", "trackers=[]"]
     process = started(
         "train",
         "--data",

@@ -72,8 +72,8 @@ def test_random_transforms_depend_on_seed_epoch_and_sample():
 
 def test_random_transforms_are_the_same_in_workers():
     part = Data.of(Noisy()).train
-    alone = list(Loader(part, batch=2, seed=3).epoch(1))
-    with Loader(part, batch=2, seed=3, workers=2) as loader:
+    alone = list(Loader(part, batch_size=2, seed=3).epoch(1))
+    with Loader(part, batch_size=2, seed=3, num_workers=2) as loader:
         shared = list(loader.epoch(1))
     assert len(shared) == 3
     for (x, y), (z, w) in zip(alone, shared, strict=True):

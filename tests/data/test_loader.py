@@ -50,8 +50,8 @@ def same(one, other):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_change_nothing(part, workers):
-    alone = Loader(part, batch=16, seed=5)
-    with Loader(part, batch=16, seed=5, workers=workers) as shared:
+    alone = Loader(part, batch_size=16, seed=5)
+    with Loader(part, batch_size=16, seed=5, num_workers=workers) as shared:
         before = torch.random.get_rng_state()
         for number in (0, 1, 0):
             same(list(shared.epoch(number)), list(alone.epoch(number)))
@@ -63,7 +63,7 @@ def test_workers_change_nothing(part, workers):
 
 
 def test_any_batch_can_be_had_again(part):
-    loader = Loader(part, batch=16, seed=5)
+    loader = Loader(part, batch_size=16, seed=5)
     every = list(loader.epoch(7))
     for start in range(len(loader) + 1):
         same(list(loader.epoch(7, start)), every[start:])
@@ -73,7 +73,8 @@ def test_any_batch_can_be_had_again(part):
 
 def test_epochs_and_seeds_differ(part):
     batches = {
-        (s, e): next(Loader(part, batch=16, seed=s).epoch(e))[0] for s, e in ((0, 0), (0, 1), (1, 0), (1, 1))
+        (s, e): next(Loader(part, batch_size=16, seed=s).epoch(e))[0]
+        for s, e in ((0, 0), (0, 1), (1, 0), (1, 1))
     }
     values = list(batches.values())
     assert not any(torch.equal(a, b) for i, a in enumerate(values) for b in values[:i])
@@ -92,7 +93,7 @@ def test_all_processes_together_see_what_one_sees(count, batch, world, shuffle, 
     batch *= world
     if drop and count < batch and count % world:
         with pytest.raises(ConfigError, match="shared equally"):
-            Loader(numbered(count), batch=batch, world=world, drop_last=drop)
+            Loader(numbered(count), batch_size=batch, world=world, drop_last=drop)
         return
     make = lambda rank, of: Loader(  # noqa: E731
         numbered(count), batch, seed=3, shuffle=shuffle, drop_last=drop, rank=rank, world=of
@@ -116,13 +117,13 @@ def test_all_processes_together_see_what_one_sees(count, batch, world, shuffle, 
 
 
 def test_a_set_smaller_than_a_batch_is_one_batch():
-    loader = Loader(numbered(5), batch=256)
+    loader = Loader(numbered(5), batch_size=256)
     assert len(loader) == 1
     assert sorted(next(loader.epoch(0))[1].tolist()) == [0, 1, 2, 3, 4]
 
 
 def test_evaluation_is_in_order_and_not_augmented(part):
-    loader = Loader(part, batch=32, shuffle=False, drop_last=False)
+    loader = Loader(part, batch_size=32, shuffle=False, drop_last=False)
     assert loader.augment == "none"
     found = list(loader.epoch(9))
     expected, labels = part.fetch(np.arange(len(part)), None)
@@ -133,11 +134,11 @@ def test_evaluation_is_in_order_and_not_augmented(part):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"batch": 10, "world": 4}, "shared equally"),
+        ({"batch_size": 10, "world": 4}, "shared equally"),
         ({"rank": 2, "world": 2}, "less than the 2"),
-        ({"batch": 0}, "batch is 0"),
-        ({"batch": 2.5}, "integer"),
-        ({"workers": -1}, "workers is -1"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_size": 2.5}, "integer"),
+        ({"num_workers": -1}, "num_workers is -1"),
         ({"seed": -1}, "seed is -1"),
         ({"augment": "mixup"}, "mixup"),
         ({"world": True}, "world is True"),
@@ -156,18 +157,18 @@ def test_nothing_to_load_is_said():
 
 
 def test_an_epoch_that_was_left_gives_nothing_of_the_next(part):
-    with Loader(part, batch=16, workers=1) as loader:
+    with Loader(part, batch_size=16, num_workers=1) as loader:
         left = loader.epoch(0)
         next(left)
         second = loader.epoch(1)
-        same([next(second)], [next(Loader(part, batch=16).epoch(1))])
+        same([next(second)], [next(Loader(part, batch_size=16).epoch(1))])
         with pytest.raises(ConfigError, match="left for another"):
             next(left)
 
 
 def test_workers_end_with_the_loader(part):
     before = len(multiprocessing.active_children())
-    loader = Loader(part, batch=16, workers=2)
+    loader = Loader(part, batch_size=16, num_workers=2)
     batches = loader.epoch(0)
     next(batches)
     assert len(multiprocessing.active_children()) >= before + 2
@@ -176,7 +177,7 @@ def test_workers_end_with_the_loader(part):
     loader.close()
     with pytest.raises(ConfigError, match="closed"):
         next(batches)
-    same(epoch(loader), epoch(Loader(part, batch=16)))  # it starts anew when it is asked
+    same(epoch(loader), epoch(Loader(part, batch_size=16)))  # it starts anew when it is asked
 
 
 class Deadly(Dataset):
@@ -207,7 +208,7 @@ def no_handler():
 @pytest.mark.parametrize("error", [EOFError(), ConnectionResetError(104, "Connection reset by peer")])
 def test_a_worker_that_dies_while_it_hands_a_batch_over(error):
     """It was told to end in the middle of that: seen once in a long while."""
-    loader = Loader(Data.of(Deadly(99, os.getpid())).train, batch=5, workers=1)
+    loader = Loader(Data.of(Deadly(99, os.getpid())).train, batch_size=5, num_workers=1)
 
     def broken():
         raise error
@@ -221,7 +222,7 @@ def test_a_worker_that_dies_while_it_hands_a_batch_over(error):
 @pytest.mark.skipif(os.name == "nt", reason="needs signals")
 def test_a_dead_worker_is_an_error_that_helps():
     data = Data.of(Deadly(13, os.getpid()))
-    loader = Loader(data.train, batch=5, shuffle=False, workers=1)
+    loader = Loader(data.train, batch_size=5, shuffle=False, num_workers=1)
     batches = loader.epoch(0)
     next(batches)
     for _ in range(600):
@@ -235,7 +236,7 @@ def test_a_dead_worker_is_an_error_that_helps():
     assert "memory" in str(error.value)
     assert "SIGKILL" in str(error.value)
     assert not multiprocessing.active_children()
-    assert len(epoch(Loader(data.train, batch=5, shuffle=False))) == 4  # without workers it lives
+    assert len(epoch(Loader(data.train, batch_size=5, shuffle=False))) == 4  # without workers it lives
     loader.close()
 
 
@@ -250,7 +251,7 @@ class Failing(Deadly):
 def test_an_item_that_fails_is_named(workers):
     data = Data.of(Failing(None, os.getpid()))
     data.train.dataset.fatal = 13
-    with Loader(data.train, batch=5, shuffle=False, workers=workers) as loader:
+    with Loader(data.train, batch_size=5, shuffle=False, num_workers=workers) as loader:
         batches = loader.epoch(0)
         next(batches)
         with pytest.raises(DataError, match="sample 13 cannot be had: OSError: the disk is gone") as error:

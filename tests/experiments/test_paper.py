@@ -21,8 +21,8 @@ TINY = replace(
     MINI,
     shared={
         "recipe": "paper",
-        "scale_rate": False,
-        "rates": "cosine",
+        "scale_lr": False,
+        "lr_schedule": "cosine",
         "densities": (0.6, 0.3),
         "score_samples": 32,
     },
@@ -31,10 +31,10 @@ TINY = replace(
             "network": "resnet8",
             "network_options": {"width": 4},
             "weights": "tiny.safetensors",
-            "limit": 64,
-            "batch": 32,
+            "max_train_samples": 64,
+            "batch_size": 32,
             "epochs": 1,
-            "epochs_each": 1,
+            "epochs_per_prune": 1,
         }
     },
     rates={"digits": {"fine-pruning": 0.02, "splora": 0.1}},
@@ -81,7 +81,7 @@ def test_a_cell_that_shares_its_first_block_is_the_run_that_does_not(place: Plac
     cell = cell_of(TINY, "digits", "r8", 0)
     whole = (
         config_of(cell, place)
-        .with_(**cell.after)
+        .replace(**cell.after)
         .run(tmp_path / "whole", data=samples_of(cell, place), progress=False)
     )
     assert _measured(shared[1]) == _measured(list(whole.rows))

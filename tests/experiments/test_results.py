@@ -13,7 +13,7 @@ import run
 import torch
 from cells import Cell, experiments, in_order
 from figures import learned_share
-from found import Found
+from found import Found, settings_of
 from measures import flops_as_published
 from page import drawings, written
 from protocol import FULL, MINI
@@ -33,7 +33,7 @@ def test_a_result_is_of_a_cell_as_it_is_defined(path: Path) -> None:
     found = json.loads(path.read_text())
     cell = CELLS[path.stem]
     assert found["cell"] == cell.name
-    assert found["settings"] == json.loads(json.dumps({**cell.before, **cell.after}))
+    assert settings_of(found) == json.loads(json.dumps({**cell.before, **cell.after}))
     assert found["labels"] == json.loads(json.dumps(dict(cell.labels)))
     assert (found["masks"], found["teacher"], found["scale"]) == (cell.masks, cell.teacher, "mini")
     asked = () if "densities" in cell.before and not cell.before["densities"] else MINI.shared["densities"]
@@ -96,9 +96,11 @@ def test_cells_have_names_of_their_own_at_both_scales() -> None:
 def as_run(cell: Cell) -> sp.TransferPruning:
     """The settings that a run has in the end, its data given as an object."""
     given = {
-        name: value for name, value in cell.before.items() if name not in ("size", "limit", "validation")
+        name: value
+        for name, value in cell.before.items()
+        if name not in ("image_size", "max_train_samples", "validation_split")
     }
-    return sp.TransferPruning(**given, **cell.after).with_(data=f"given:{cell.data}")
+    return sp.TransferPruning(**given, **cell.after).replace(data=f"given:{cell.data}")
 
 
 def test_the_full_scale_is_the_papers_protocol() -> None:
@@ -107,7 +109,8 @@ def test_the_full_scale_is_the_papers_protocol() -> None:
     assert {FULL.epochs(cell.before) for cell in table if cell.data == "cifar10"} == {30 + 19 * 20}
     assert {FULL.epochs(cell.before) for cell in table if cell.data != "cifar10"} == {100 + 19 * 50}
     ablation = {
-        (c.before["rank"], c.before["adapter"].get("init_range", 1e-4)) for c in experiments(FULL)["ablation"]
+        (c.before["rank"], c.before["adapter_options"].get("init_range", 1e-4))
+        for c in experiments(FULL)["ablation"]
     }
     assert ablation == {(2**i, 10.0**-j) for i in range(7) for j in range(2, 7)}
 

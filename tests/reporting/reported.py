@@ -70,7 +70,7 @@ def write_run(
             "data": "digits",
             "densities": tuple(densities[1:]) or None,
             "seed": seed,
-            **({"schedule": "one_shot", "end": 1.0} if len(densities) == 1 else {}),
+            **({"schedule": "one_shot", "final_density": 1.0} if len(densities) == 1 else {}),
             **settings,
         }
     )
@@ -94,7 +94,7 @@ def write_run(
                     "block": block,
                     "step": step,
                     "loss": 2 / (epoch + 1),
-                    "rate": 0.1,
+                    "lr": 0.1,
                     "validation": seen,
                 }
             )

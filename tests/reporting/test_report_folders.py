@@ -311,7 +311,7 @@ def test_counts_that_are_no_numbers_are_not_known():
 
 
 def test_a_real_run(tmp_path):
-    results = quick(limit=96, epochs=1, densities=(0.5,), validate_every=1).run(
+    results = quick(max_train_samples=96, epochs=1, densities=(0.5,), validate_every=1).run(
         tmp_path / "real", progress=False
     )
     found = gather(tmp_path / "real")

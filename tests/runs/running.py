@@ -13,13 +13,13 @@ from spalier.runs.transfer import TransferPruning
 NETWORK = "running:small"
 QUICK = {
     "network": NETWORK,
-    "limit": 200,
+    "max_train_samples": 200,
     "epochs": 2,
-    "epochs_each": 1,
+    "epochs_per_prune": 1,
     "densities": (0.6, 0.3),
-    "batch": 32,
+    "batch_size": 32,
     "score_samples": 64,
-    "recover_samples": 64,
+    "recovery_samples": 64,
     "trackers": (),
     "deterministic": True,
 }

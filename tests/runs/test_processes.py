@@ -22,12 +22,12 @@ TOLERANCE = 5e-5
 """Sums over two halves of a batch round otherwise than over the whole; SGD lets that grow slowly."""
 SETTINGS = {
     "optimizer": "sgd",
-    "rate": 0.05,
+    "lr": 0.05,
     "epochs": 3,
     "densities": (0.5,),
-    "recover": "all",
-    "distill": "self",
-    "ema": 0.8,
+    "recovery": "all",
+    "teacher": "self",
+    "ema_decay": 0.8,
     "validate_every": 1,
 }
 ACCELERATE = ["--mixed_precision=no", "--dynamo_backend=no"]

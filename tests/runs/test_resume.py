@@ -51,16 +51,16 @@ VARIANTS = {
     "fine-pruning with momentum that goes on": {
         "method": "fine-pruning",
         "optimizer": "sgd",
-        "rate": 0.01,
+        "lr": 0.01,
         "keep_optimizer": True,
     },
     "free writers, taught by itself, with dropout": {
         "writers": "free",
-        "distill": "self",
+        "teacher": "self",
         "network_options": {"dropout": 0.3},
-        "recover": "all",
+        "recovery": "all",
     },
-    "average and best": {"ema": 0.9, "keep": "best", "validate_every": 1, "epochs_each": 2},
+    "average and best": {"ema_decay": 0.9, "keep_best": True, "validate_every": 1, "epochs_per_prune": 2},
     "sppara, random, weights": {"method": "sppara", "criterion": "random", "budget": "weights"},
 }
 
@@ -143,7 +143,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may have ig
 import torch
 torch.set_num_threads(1)
 from running import quick
-quick(epochs=3, checkpoint_seconds={seconds}, workers={workers}).run(sys.argv[1], progress=False)
+quick(epochs=3, checkpoint_seconds={seconds}, num_workers={workers}).run(sys.argv[1], progress=False)
 """
 
 
@@ -227,7 +227,7 @@ def test_other_settings_are_refused_with_the_difference(tmp_path, monkeypatch):
     assert caught.value.code == "changed"
     assert "other settings: rank was 8 and is 4, seed was 0 and is 1; go on" in str(caught.value)
     assert {path: path.read_bytes() for path in _files(folder)} == before
-    quick(checkpoint_seconds=7, workers=0).run(folder, progress=False)  # changes nothing that comes out
+    quick(checkpoint_seconds=7, num_workers=0).run(folder, progress=False)  # changes nothing that comes out
     assert TransferPruning.load(folder) == quick()
 
 
@@ -236,7 +236,7 @@ def test_done_with_something_else_is_refused(tmp_path):
     net, other = Small(), Small()
     data = Data.of(TensorDataset(torch.rand(40, 3, 8, 8), torch.arange(40) % 10))
     rest = Data.of(TensorDataset(torch.rand(40, 3, 8, 8), torch.arange(40) % 10))
-    config = quick(epochs=1, densities=(), limit=None)
+    config = quick(epochs=1, densities=(), max_train_samples=None)
     first = config.run(tmp_path / "run", network=net, data=data, progress=False)
     assert config.run(tmp_path / "run", network=net, data=data, progress=False).rows == first.rows
     for given in ({"network": other, "data": data}, {"network": net, "data": rest}):
@@ -255,7 +255,7 @@ def test_a_run_that_never_began_claims_nothing(tmp_path):
 def test_another_teacher_is_refused(tmp_path, monkeypatch):
     quick(epochs=1, densities=()).run(tmp_path / "teacher", progress=False)
     teacher = tmp_path / "teacher/tasks/digits-100.task.safetensors"
-    config = quick(distill=teacher)
+    config = quick(teacher=teacher)
     with monkeypatch.context() as patch:
         killed_at(patch, 1, Engine, "_score_", after=False)
         with pytest.raises(Killed):

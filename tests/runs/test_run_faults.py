@@ -58,7 +58,7 @@ def test_a_loss_that_is_not_finite(tmp_path, monkeypatch, never, value):
 def test_weights_that_blow_up(tmp_path):
     """A rate that is far too high is found out at the latest before anything is written."""
     with pytest.raises(RunError) as caught:
-        quick(optimizer="sgd", rate=1e30, epochs=1).run(tmp_path / "run", progress=False)
+        quick(optimizer="sgd", lr=1e30, epochs=1).run(tmp_path / "run", progress=False)
     assert caught.value.code == "not-finite"
     assert load_checkpoint(RunFolder(tmp_path / "run")).at.step == 0
 
@@ -77,7 +77,9 @@ def test_weights_that_blow_up(tmp_path):
 def test_out_of_memory(tmp_path, monkeypatch, never, error):
     with monkeypatch.context() as patch:
         fail_at(patch, 6, error)
-        with pytest.raises(RunError, match=r"memory ran out with batches of 32.*smaller batch") as caught:
+        with pytest.raises(
+            RunError, match=r"memory ran out with batches of 32.*smaller batch_size"
+        ) as caught:
             quick().run(tmp_path / "run", progress=False)
     assert caught.value.code == "memory"
     quick().run(tmp_path / "run", progress=False)
@@ -133,7 +135,7 @@ def test_a_dead_worker(tmp_path):
     marker.touch()
     torch.manual_seed(0)
     net = Small(4)
-    config = quick(epochs=1, densities=(0.5,), workers=1, batch=16, limit=None)
+    config = quick(epochs=1, densities=(0.5,), num_workers=1, batch_size=16, max_train_samples=None)
 
     def run(folder):
         data = Data.of(Deadly(marker), classes=tuple("abcd"))
@@ -198,7 +200,7 @@ def test_metrics_that_are_gone(tmp_path, monkeypatch):
 def test_precisions_that_cannot_be_had(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_has_accelerator", lambda: False)
     with pytest.raises(ConfigError, match="fp16"):
-        quick(precision="fp16").run(tmp_path / "run", progress=False)
+        quick(mixed_precision="fp16").run(tmp_path / "run", progress=False)
     quick(epochs=0, densities=()).run(tmp_path / "run", progress=False)  # and nothing was left behind
 
 

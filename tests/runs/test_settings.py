@@ -12,90 +12,95 @@ from spalier.runs.recipes import RECIPES
 
 def test_the_papers_recipe():
     config = TransferPruning(recipe="paper", network="resnet50", data="cifar10")
-    assert (config.epochs, config.epochs_each, config.epochs_of(19)) == (30, 20, 20)
+    assert (config.epochs, config.epochs_per_prune, config.epochs_of(19)) == (30, 20, 20)
     assert config.targets() == tuple(round(1 - 0.05 * i, 6) for i in range(1, 20))
-    assert (config.optimizer, config.momentum, config.decay, config.rates) == ("sgd", 0.9, 5e-4, "step")
-    assert config.initial_rate == 0.01
-    assert config.with_(batch=64).initial_rate == 0.0025
+    assert (config.optimizer, config.momentum, config.weight_decay, config.lr_schedule) == (
+        "sgd",
+        0.9,
+        5e-4,
+        "step",
+    )
+    assert config.initial_lr == 0.01
+    assert config.replace(batch_size=64).initial_lr == 0.0025
     assert config.network_options == {"stem": "cifar"}
-    assert (config.writers, config.criterion, config.rank, config.recover) == ("free", "taylor", 8, "none")
+    assert (config.writers, config.criterion, config.rank, config.recovery) == ("free", "taylor", 8, "none")
     for data in ("flowers102", "catsanddogs"):
-        large = config.with_(data=data)
-        assert (large.epochs, large.epochs_each, large.network_options) == (100, 50, {})
+        large = config.replace(data=data)
+        assert (large.epochs, large.epochs_per_prune, large.network_options) == (100, 50, {})
 
 
 def test_settings_win_over_recipes():
     for recipe in RECIPES:
-        config = TransferPruning(recipe=recipe, epochs=3, rate=0.5, densities=(0.4,))
-        assert (config.epochs, config.rate, config.targets()) == (3, 0.5, (0.4,))
-    assert TransferPruning(end=0.5, schedule="one_shot").targets() == (0.5,)
-    assert TransferPruning(end=0.1, schedule="agp", steps=2).targets() == (0.2125, 0.1)
-    assert TransferPruning(method="fine-pruning").rate < TransferPruning().rate
+        config = TransferPruning(recipe=recipe, epochs=3, lr=0.5, densities=(0.4,))
+        assert (config.epochs, config.lr, config.targets()) == (3, 0.5, (0.4,))
+    assert TransferPruning(final_density=0.5, schedule="one_shot").targets() == (0.5,)
+    assert TransferPruning(final_density=0.1, schedule="agp", prune_steps=2).targets() == (0.2125, 0.1)
+    assert TransferPruning(method="fine-pruning").lr < TransferPruning().lr
 
 
 def test_changes_follow_the_recipe_again():
     config = TransferPruning(recipe="fast", epochs=3)
-    assert config.with_(recipe="paper").epochs_each == RECIPES["paper"]["epochs_each"]
-    assert config.with_(recipe="paper").epochs == 3
-    assert config.with_(data="cifar100").name == "cifar100"
+    assert config.replace(recipe="paper").epochs_per_prune == RECIPES["paper"]["epochs_per_prune"]
+    assert config.replace(recipe="paper").epochs == 3
+    assert config.replace(data="cifar100").name == "cifar100"
 
 
 def test_what_was_loaded_follows_the_recipe_again(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(TransferPruning(recipe="paper", data="cifar10", epochs=3).to_yaml())
     loaded = TransferPruning.load(file)
-    assert loaded.with_(densities=(0.5,)).targets() == (0.5,)
-    assert loaded.with_(data="flowers102").epochs_each == 50
-    assert loaded.with_(data="flowers102").network_options == {}
-    assert loaded.with_(data="digits").name == "digits"
-    assert loaded.with_(recipe="fast").optimizer == "adamw"
-    assert loaded.with_(recipe="fast").epochs == 3
+    assert loaded.replace(densities=(0.5,)).targets() == (0.5,)
+    assert loaded.replace(data="flowers102").epochs_per_prune == 50
+    assert loaded.replace(data="flowers102").network_options == {}
+    assert loaded.replace(data="digits").name == "digits"
+    assert loaded.replace(recipe="fast").optimizer == "adamw"
+    assert loaded.replace(recipe="fast").epochs == 3
     file.write_text(TransferPruning().to_yaml())
-    assert TransferPruning.load(file).with_(method="fine-pruning").rate == 1e-3
-    assert TransferPruning.load(file).with_(end=0.2).targets()[-1] == 0.2
+    assert TransferPruning.load(file).replace(method="fine-pruning").lr == 1e-3
+    assert TransferPruning.load(file).replace(final_density=0.2).targets()[-1] == 0.2
 
 
 def test_settings_are_copies():
     options = {"cap": True}
-    config = TransferPruning(adapter=options)
+    config = TransferPruning(adapter_options=options)
     options["cap"] = False
-    config.given["adapter"]["cap"] = False
-    assert config.adapter == config.with_(seed=1).adapter == {"cap": True}
+    config.given["adapter_options"]["cap"] = False
+    assert config.adapter_options == config.replace(seed=1).adapter_options == {"cap": True}
 
 
 def test_numbers_and_paths_of_other_libraries(tmp_path):
-    config = TransferPruning(rate=np.float32(0.5), seed=np.int64(3), weights=tmp_path / "w.pth")
-    assert (config.rate, config.seed, config.weights) == (0.5, 3, str(tmp_path / "w.pth"))
+    config = TransferPruning(lr=np.float32(0.5), seed=np.int64(3), weights=tmp_path / "w.pth")
+    assert (config.lr, config.seed, config.weights) == (0.5, 3, str(tmp_path / "w.pth"))
 
 
 BAD = [
     ({"seed": 2**63}, r"expected less than 2\*\*63"),
     ({"name": "n" * 95}, "name:"),
     ({"rank": "8"}, "rank is '8', expected a whole number or a number"),
-    ({"rate": 0}, "rate is 0.0, expected more than 0"),
-    ({"rate": "quick"}, "rate is 'quick', expected a number"),
-    ({"rate": float("nan")}, "rate is nan"),
-    ({"batch": 0}, "batch is 0, expected at least 1"),
-    ({"batch": 2.5}, "batch is 2.5, expected a whole number"),
+    ({"lr": 0}, "lr is 0.0, expected more than 0"),
+    ({"lr": "quick"}, "lr is 'quick', expected a number"),
+    ({"lr": float("nan")}, "lr is nan"),
+    ({"batch_size": 0}, "batch_size is 0, expected at least 1"),
+    ({"batch_size": 2.5}, "batch_size is 2.5, expected a whole number"),
     ({"epochs": -1}, "epochs is -1, expected at least 0"),
     ({"epochs": True}, "epochs is True"),
     ({"method": "qlora"}, "method is 'qlora', expected 'splora' or"),
     ({"criterion": "vibes"}, "criterion is 'vibes', expected one of weight"),
     ({"criterion_options": {"lateral": True}}, "criterion_options do not fit taylor"),
-    ({"validation": 1.0}, r"validation is 1.0, expected a number in \[0, 1\)"),
-    ({"ema": 1.0}, r"ema is 1.0, expected a number in \(0, 1\)"),
+    ({"validation_split": 1.0}, r"validation_split is 1.0, expected a number in \[0, 1\)"),
+    ({"ema_decay": 1.0}, r"ema_decay is 1.0, expected a number in \(0, 1\)"),
     ({"densities": (0.3, 0.5)}, "expected falling numbers"),
     ({"densities": (0.5, 1.5)}, "expected falling|above 0 and below 1"),
-    ({"densities": (0.5,), "end": 0.1}, "densities is given, and schedule or end too"),
+    ({"densities": (0.5,), "final_density": 0.1}, "densities is given, and schedule or final_density too"),
     ({"budget": "bytes"}, "densities has to list them"),
     ({"budget": "bytes", "densities": (0.5,)}, "whole numbers of bytes"),
-    ({"select": {"channels": 0.5}}, "select has 'channels'"),
+    ({"select_options": {"channels": 0.5}}, "select_options has 'channels'"),
     ({"network_options": {"classes": 3}}, "network_options has 'classes'"),
-    ({"adapter": {"kernal": "full"}}, "adapter has settings that splora does not take"),
-    ({"method": "fine-pruning", "adapter": {"cap": True}}, "fine-pruning does not take"),
+    ({"adapter_options": {"kernal": "full"}}, "adapter_options has settings that splora does not take"),
+    ({"method": "fine-pruning", "adapter_options": {"cap": True}}, "fine-pruning does not take"),
     ({"labels": False}, "there has to be a teacher"),
-    ({"labels": False, "distill": "self"}, "set start"),
-    ({"keep": "best"}, "needs validation above 0 and validate_every"),
+    ({"labels": False, "teacher": "self"}, "set start_task"),
+    ({"keep_best": True}, "needs validation_split above 0 and validate_every"),
     ({"name": "../elsewhere"}, "name:"),
     ({"network_options": {"f": print}}, "network_options is"),
     ({"classes": "abc"}, "classes is 'abc', expected a list of text or nothing"),
@@ -115,7 +120,7 @@ def test_names_that_are_none(tmp_path):
     with pytest.raises(ConfigError, match=r"run.yaml has 'rnak', which is no setting; did you mean 'rank'\?"):
         TransferPruning.load(file)
     with pytest.raises(ConfigError, match="no setting"):
-        TransferPruning().with_(learning_rate=1)
+        TransferPruning().replace(learning_rate=1)
     with pytest.raises(TypeError):
         TransferPruning("digits")  # keywords only
 
@@ -142,12 +147,12 @@ def test_files_that_are_none(tmp_path, name, text, message):
 
 def test_toml_and_yaml_say_the_same(tmp_path):
     (tmp_path / "a.toml").write_text(
-        'data = "cifar10"\nrate = 1e-3\ndensities = [0.5, 0.25]\n[adapter]\ncap = true\n'
+        'data = "cifar10"\nlr = 1e-3\ndensities = [0.5, 0.25]\n[adapter_options]\ncap = true\n'
     )
     (tmp_path / "a.yaml").write_text(
-        "data: cifar10\nrate: 1e-3\ndensities: [0.5, 0.25]\nadapter: {cap: true}\n"
+        "data: cifar10\nlr: 1e-3\ndensities: [0.5, 0.25]\nadapter_options: {cap: true}\n"
     )
-    expected = TransferPruning(data="cifar10", rate=1e-3, densities=(0.5, 0.25), adapter={"cap": True})
+    expected = TransferPruning(data="cifar10", lr=1e-3, densities=(0.5, 0.25), adapter_options={"cap": True})
     assert TransferPruning.load(tmp_path / "a.toml") == TransferPruning.load(tmp_path / "a.yaml") == expected
 
 
@@ -162,11 +167,11 @@ def test_toml_and_yaml_say_the_same(tmp_path):
 def test_what_is_written_is_read(tmp_path_factory, recipe, rate, seed, classes, densities, smoothing):
     config = TransferPruning(
         recipe=recipe,
-        rate=rate,
+        lr=rate,
         seed=seed,
         classes=None if classes is None else tuple(classes),
         densities=tuple(sorted(densities, reverse=True)),
-        smoothing=smoothing,
+        label_smoothing=smoothing,
     )
     file = tmp_path_factory.mktemp("settings") / "run.yaml"
     file.write_text(config.to_yaml(), "utf-8")

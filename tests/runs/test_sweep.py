@@ -27,7 +27,7 @@ from spalier.runs.sweep import Summary, Sweep, SweepResults
 from spalier.runs.transfer import TransferPruning
 
 ROOT = Path(__file__).parents[2]
-TINY = {"densities": (0.5,), "epochs": 1, "limit": 100}
+TINY = {"densities": (0.5,), "epochs": 1, "max_train_samples": 100}
 
 # -- networks, for the processes of runs; markers lie in the working folder --------------------------------------------
 
@@ -68,13 +68,13 @@ def test_one_run_for_each_combination():
     assert len(set(names)) == 8
     for name, config in sweep.runs():
         assert name == f"criterion={config.criterion},rank={config.rank},seed={config.seed}"
-        assert config.with_(criterion="taylor", rank=8, seed=0) == quick()
+        assert config.replace(criterion="taylor", rank=8, seed=0) == quick()
 
 
 def test_what_the_recipe_says_follows_the_settings_that_change():
     sweep = Sweep(TransferPruning(), over={"method": ["splora", "fine-pruning"]})
-    assert [config.rate for _, config in sweep.runs()] == [1e-2, 1e-3]
-    assert [config.rate for _, config in loaded(sweep).runs()] == [1e-2, 1e-3]
+    assert [config.lr for _, config in sweep.runs()] == [1e-2, 1e-3]
+    assert [config.lr for _, config in loaded(sweep).runs()] == [1e-2, 1e-3]
 
 
 def loaded(sweep: Sweep) -> Sweep:
@@ -90,7 +90,7 @@ VALUES = {
     "rank": st.integers(1, 9) | st.sampled_from([1.0, 0.5]),
     "network_options": st.dictionaries(st.text(max_size=5), st.integers() | TEXTS, max_size=3),
     "classes": st.lists(TEXTS, max_size=3),
-    "limit": st.none() | st.integers(1, 99),
+    "max_train_samples": st.none() | st.integers(1, 99),
 }
 
 
@@ -128,7 +128,10 @@ def test_names_are_safe_and_unique(over):
         ({"seed": [0, 1, 0]}, "each value once"),
         ({"seed": [0, "one"]}, "seed is 'one', expected a whole number"),
         ({"criterion": ["taylor", "best"]}, "criterion='best' cannot be.*expected one of"),
-        ({"rank": [4], "keep": ["last", "best"], "validation": [0.0]}, "rank=4, keep='best', validation=0.0"),
+        (
+            {"rank": [4], "keep_best": [False, True], "validation_split": [0.0]},
+            "rank=4, keep_best=True, validation_split=0.0",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused_at_once(over, words):
@@ -145,8 +148,8 @@ def test_files_that_are_no_sweep_are_refused(tmp_path):
         file.write_text(text)
         with pytest.raises(ConfigError, match=words):
             Sweep.load(tmp_path)
-    (tmp_path / "sweep.toml").write_text('[base]\ndata = "digits"\n[over]\nrate = ["1e-3", 0.01]')
-    assert [c.rate for _, c in Sweep.load(tmp_path / "sweep.toml").runs()] == [0.001, 0.01]
+    (tmp_path / "sweep.toml").write_text('[base]\ndata = "digits"\n[over]\nlr = ["1e-3", 0.01]')
+    assert [c.lr for _, c in Sweep.load(tmp_path / "sweep.toml").runs()] == [0.001, 0.01]
 
 
 def test_numbers_and_places_are_checked(tmp_path):
@@ -348,7 +351,7 @@ def test_a_crash_a_refusal_and_a_success(here, capfd):
     assert (folder / fragile / "results.json").stat().st_mtime_ns == before
     for other, words in (
         (Sweep(sweep.base, over={**sweep.over, "epochs": [1, 2]}), "over epochs"),
-        (Sweep(sweep.base.with_(rank=3), over=sweep.over), "rank was 8 and is 3"),
+        (Sweep(sweep.base.replace(rank=3), over=sweep.over), "rank was 8 and is 3"),
     ):
         with pytest.raises(RunError, match=words) as caught:
             other.run(folder)

@@ -21,7 +21,12 @@ from spalier.networks import open_network
 def learned_digits(folder, **changes):
     """Settings under which the small network does learn."""
     return quick(
-        limit=None, epochs=6, epochs_each=3, rate=2e-2, network_options={"width": 16}, **changes
+        max_train_samples=None,
+        epochs=6,
+        epochs_per_prune=3,
+        lr=2e-2,
+        network_options={"width": 16},
+        **changes,
     ).run(folder, progress=False)
 
 
@@ -65,11 +70,23 @@ def test_a_run_learns_and_its_files_say_so(fine):
         {"criterion": "lrp", "ranking": "local"},
         {"criterion": "second_order", "budget": "macs", "densities": (0.5,)},
         {"criterion": "gradient", "criterion_options": {"literal": True}, "writers": "free"},
-        {"criterion": "movement", "schedule": "agp", "end": 0.3, "steps": 2, "densities": None},
+        {
+            "criterion": "movement",
+            "schedule": "agp",
+            "final_density": 0.3,
+            "prune_steps": 2,
+            "densities": None,
+        },
         {"budget": "bytes", "densities": (4000, 3000)},
-        {"budget": "weights", "select": {"round_to": 2, "rank": 0.5}},
-        {"precision": "bf16", "ema": 0.9, "warmup": 0.5, "clip": 1.0, "smoothing": 0.1},
-        {"channels_last": False, "rates": "step", "optimizer": "sgd", "decay_norms": True},
+        {"budget": "weights", "select_options": {"round_to": 2, "rank": 0.5}},
+        {
+            "mixed_precision": "bf16",
+            "ema_decay": 0.9,
+            "warmup_epochs": 0.5,
+            "grad_clip": 1.0,
+            "label_smoothing": 0.1,
+        },
+        {"channels_last": False, "lr_schedule": "step", "optimizer": "sgd", "weight_decay_norms": True},
     ],
     ids=lambda changes: "-".join(map(str, changes.values()))[:40],
 )
@@ -88,11 +105,11 @@ def test_no_decay_on_norms_by_choice():
 
     net = Small()
     sp.attach_(net, sp.SPLoRA(2), head="fc")
-    spared = make_optimizer(quick(decay=0.1, decay_norms=False), net).param_groups
+    spared = make_optimizer(quick(weight_decay=0.1, weight_decay_norms=False), net).param_groups
     assert [group["weight_decay"] for group in spared] == [0.1, 0.0]
     norms = {id(p) for m in net.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()}
     assert norms | {id(net.fc.bias)} == {id(p) for p in spared[1]["params"]}
-    everything = make_optimizer(quick(decay=0.1, decay_norms=True), net).param_groups
+    everything = make_optimizer(quick(weight_decay=0.1, weight_decay_norms=True), net).param_groups
     assert [group["weight_decay"] for group in everything] == [0.1]
 
 
@@ -119,13 +136,13 @@ def test_a_teacher_alone_without_labels(tmp_path, fine):
     settings = {
         "method": "fine-pruning",
         "labels": False,
-        "distill": "self",
-        "start": start,
+        "teacher": "self",
+        "start_task": start,
         "densities": (0.5,),
-        "epochs_each": 4,
-        "limit": None,
+        "epochs_per_prune": 4,
+        "max_train_samples": None,
         "network_options": {"width": 16},
-        "rate": 3e-3,
+        "lr": 3e-3,
     }
     results = quick(**settings).run(tmp_path / "run", progress=False)
     assert results.rows[0]["epochs"] == 0
@@ -148,17 +165,17 @@ def _without_labels(part) -> TensorDataset:
 
 def test_taught_by_a_file(tmp_path, fine):
     teacher = str(fine.folder / "tasks" / "digits-100.task.safetensors")
-    results = learned_digits(tmp_path / "run", distill=teacher, distill_weight=0.7, densities=(0.5,))
+    results = learned_digits(tmp_path / "run", teacher=teacher, distill_weight=0.7, densities=(0.5,))
     assert results.rows[0]["test"] > 0.6
 
 
 def test_starting_from_a_task(tmp_path, fine):
     start = str(fine.folder / "tasks" / "digits-50.task.safetensors")
     config = quick(
-        start=start,
+        start_task=start,
         method="fine-pruning",
         densities=(0.3,),
-        limit=None,
+        max_train_samples=None,
         network_options={"width": 16},
         name="on",
     )
@@ -176,7 +193,7 @@ def test_starting_from_a_task(tmp_path, fine):
         ),
     ):
         with pytest.raises(ConfigError, match=message):
-            config.with_(**changes).run(tmp_path / "other", progress=False)
+            config.replace(**changes).run(tmp_path / "other", progress=False)
 
 
 def digits_as_tensors(first: int = 0) -> Data:
@@ -193,7 +210,7 @@ def test_a_network_and_data_of_ones_own(tmp_path):
     net = Small()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     net.train()
-    config = quick(epochs=1, densities=(0.5,), limit=None)
+    config = quick(epochs=1, densities=(0.5,), max_train_samples=None)
     torch.manual_seed(11)
     random.seed(11)
     np.random.seed(11)
@@ -227,7 +244,7 @@ def test_another_network_or_other_data_are_refused(tmp_path):
 
     torch.manual_seed(3)
     net, data = Small(), digits_as_tensors()
-    config = quick(epochs=1, densities=(0.5,), limit=None)
+    config = quick(epochs=1, densities=(0.5,), max_train_samples=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "_score_", stop)
         with pytest.raises(Enough):
@@ -245,7 +262,7 @@ def test_classes_unlike_the_head(tmp_path):
     with pytest.raises(
         RunError, match=r"returns \(7,\) numbers for a sample, and digits has 10 classes"
     ) as caught:
-        quick(head="fc", limit=None).run(
+        quick(head="fc", max_train_samples=None).run(
             tmp_path / "run", network=Small(7), data=open_data("digits"), progress=False
         )
     assert caught.value.code == "classes"
@@ -286,7 +303,7 @@ def test_an_accelerator_of_the_callers(tmp_path):
     own = accelerate.Accelerator(cpu=True)
     before = own.mixed_precision
     other = "bf16" if before == "no" else "no"
-    quick(epochs=1, densities=(), precision=other).run(tmp_path / "run", progress=False)
+    quick(epochs=1, densities=(), mixed_precision=other).run(tmp_path / "run", progress=False)
     assert own.mixed_precision == accelerate.Accelerator(cpu=True).mixed_precision == before
 
 
@@ -322,19 +339,27 @@ def unlabelled() -> Data:
         ({}, {"network": {}}, "network is a dict, expected a torch.nn.Module"),
         ({"weights": "w.pth"}, {"network": Small()}, "weights is set, and a network was given"),
         ({"network_options": {"width": 4}}, {"network": Small()}, "network_options is set"),
-        ({"limit": 3}, {"data": digits_as_tensors()}, "limit is set, and data was given"),
+        (
+            {"max_train_samples": 3},
+            {"data": digits_as_tensors()},
+            "max_train_samples is set, and data was given",
+        ),
         ({}, {"data": unlabelled()}, "the samples have no labels; set labels: false"),
-        ({"keep": "best", "validate_every": 1}, {"data": digits_as_tensors()}, "have no validation samples"),
-        ({"select": {"round_to": "x"}}, {}, "round_to is 'x'"),
-        ({"select": {"normalise": "l3"}}, {}, "normalise is 'l3'"),
-        ({"select": {"protect": ["nope"]}}, {}, "nope"),
+        (
+            {"keep_best": True, "validate_every": 1},
+            {"data": digits_as_tensors()},
+            "have no validation samples",
+        ),
+        ({"select_options": {"round_to": "x"}}, {}, "round_to is 'x'"),
+        ({"select_options": {"normalise": "l3"}}, {}, "normalise is 'l3'"),
+        ({"select_options": {"protect": ["nope"]}}, {}, "nope"),
         ({"densities": (0.5, 0.001)}, {}, "0.001"),
     ],
     ids=lambda value: str(value)[:30],
 )
 def test_what_cannot_work_is_said_before_anything_is_learned(tmp_path, settings, given, message):
     with pytest.raises(SpalierError, match=message):
-        quick(**{"limit": None, **settings}).run(tmp_path / "run", **given, progress=False)
+        quick(**{"max_train_samples": None, **settings}).run(tmp_path / "run", **given, progress=False)
     assert not (tmp_path / "run/checkpoint.safetensors").exists()
 
 
@@ -356,14 +381,14 @@ def test_subtasks_and_seeds(tmp_path):
     assert len(first.rows) == 1
     one.run(tmp_path / "b", progress=False)
     assert outcome(tmp_path / "a") == outcome(tmp_path / "b")
-    one.with_(seed=1).run(tmp_path / "c", progress=False)
+    one.replace(seed=1).run(tmp_path / "c", progress=False)
     assert outcome(tmp_path / "a")["tasks"] != outcome(tmp_path / "c")["tasks"]
     assert first.tasks.load("digits-100").info().classes == ("3", "5")
 
 
 def test_workers_change_nothing(tmp_path):
     quick(densities=(0.5,)).run(tmp_path / "none", progress=False)
-    quick(densities=(0.5,), workers=2).run(tmp_path / "two", progress=False)
+    quick(densities=(0.5,), num_workers=2).run(tmp_path / "two", progress=False)
     assert outcome(tmp_path / "none") == outcome(tmp_path / "two")
 
 

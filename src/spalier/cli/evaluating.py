@@ -107,11 +107,11 @@ def data_of(
         data = run.data
         options |= {
             "folder": run.data_folder,
-            "validation": run.validation,
+            "validation": run.validation_split,
             "seed": run.seed,
-            "limit": run.limit,
+            "limit": run.max_train_samples,
         }
-        options |= {"skip_bad": run.skip_bad, "cache": run.cache}
+        options |= {"skip_bad": run.skip_bad, "cache": run.cache_folder}
     assert data is not None
     info = task.info()
     learned_at = info.preprocessing.get("size")
@@ -142,7 +142,7 @@ def accuracy_of(net: nn.Module, data: Data, part: str = "test") -> Evaluation:
     samples = getattr(data, part)
     if samples is None:
         raise click.UsageError(f"{data.name} has no {part} samples; pass another --part.")
-    loader = Loader(samples, batch=BATCH, shuffle=False, augment="none", drop_last=False)
+    loader = Loader(samples, batch_size=BATCH, shuffle=False, augment="none", drop_last=False)
     try:
         return evaluate(
             net.eval(), loader.epoch(0), len(data.classes), torch.device("cpu"), contextlib.nullcontext

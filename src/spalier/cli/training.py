@@ -61,7 +61,7 @@ def train(state: State, config: str | None, folder: str, settings: tuple[str, ..
         _refuse_empty(config)
     source = config or (folder if begun else None)
     chosen = TransferPruning() if source is None else TransferPruning.load(source)
-    results = (chosen.with_(**given) if given else chosen).run(folder, progress=state.shows_progress)
+    results = (chosen.replace(**given) if given else chosen).run(folder, progress=state.shows_progress)
     where = shlex.quote(str(results.folder))
     shown = f"{results}\ntasks: {results.folder / 'tasks'}\nreport: spalier report {where}"
     state.show(shown, {**results.to_dict(), "folder": str(results.folder)})
@@ -137,4 +137,4 @@ def _sweep(config: str, settings: tuple[str, ...], over: tuple[str, ...]) -> Any
         raise click.UsageError("--over is missing: which values to go through, such as --over seed=0,1,2.")
     base = TransferPruning.load(config)
     given = settings_of(settings, {})
-    return Sweep(base.with_(**given) if given else base, dict(map(values_of, over)))
+    return Sweep(base.replace(**given) if given else base, dict(map(values_of, over)))

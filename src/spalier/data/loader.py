@@ -29,14 +29,14 @@ _Key = tuple[int, Ints]
 class Loader:
     """Batches of a part, by epoch.
 
-    ``batch`` samples are one batch of all ``world`` processes together; this one, number ``rank``, gets every
+    ``batch_size`` samples are one batch of all ``world`` processes together; this one, number ``rank``, gets every
     world-th of them. Order and augmentation follow from ``seed``, the epoch and the sample, so any batch can be had
     again. A shuffled loader augments as suits the samples (``"own"``), another one not at all, unless ``augment``
     says otherwise.
 
     >>> from spalier.data.open import open_data
     >>> data = open_data("digits")
-    >>> images, labels = next(Loader(data.train, batch=32).epoch(0))
+    >>> images, labels = next(Loader(data.train, batch_size=32).epoch(0))
     >>> images.shape, labels.shape
     (torch.Size([32, 3, 8, 8]), torch.Size([32]))
     """
@@ -44,10 +44,10 @@ class Loader:
     def __init__(
         self,
         part: Part,
-        batch: int = 256,
+        batch_size: int = 256,
         seed: int = 0,
         augment: Augment | None = None,
-        workers: int = 0,
+        num_workers: int = 0,
         shuffle: bool = True,
         drop_last: bool = True,
         rank: int = 0,
@@ -56,7 +56,10 @@ class Loader:
         if len(part) == 0:
             raise DataError("there is nothing to load: the part has no samples")
         self.part, self.seed, self.shuffle, self.drop_last = part, whole("seed", seed), shuffle, drop_last
-        self.batch, self.workers = whole("batch", batch, 1), whole("workers", workers)
+        self.batch_size, self.num_workers = (
+            whole("batch_size", batch_size, 1),
+            whole("num_workers", num_workers),
+        )
         self.rank, self.world = whole("rank", rank), whole("world", world, 1)
         self.augment = check_augment(("own" if shuffle else "none") if augment is None else augment)
         self._check_shares()
@@ -67,8 +70,8 @@ class Loader:
     def __len__(self) -> int:
         """Batches of an epoch, of all processes together."""
         if self.drop_last:
-            return max(1, len(self.part) // self.batch)
-        return -(-len(self.part) // self.batch)
+            return max(1, len(self.part) // self.batch_size)
+        return -(-len(self.part) // self.batch_size)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Batches number ``start``, ``start + 1``, ... of an epoch; a share without samples is left out."""
@@ -76,7 +79,7 @@ class Loader:
         if start > len(self):
             raise ConfigError(f"start is {start}, expected at most the {len(self)} batches of an epoch")
         keys = [(epoch, mine) for mine in self._shares(epoch, start) if len(mine)]
-        return self._from_workers(keys) if self.workers else self._directly(keys)
+        return self._from_workers(keys) if self.num_workers else self._directly(keys)
 
     def close(self) -> None:
         """End the workers. An epoch that is still being read ends with an error."""
@@ -94,8 +97,8 @@ class Loader:
     def _check_shares(self) -> None:
         if self.rank >= self.world:
             raise ConfigError(f"rank is {self.rank}, expected less than the {self.world} processes")
-        only = min(self.batch, len(self.part)) if self.drop_last else self.batch
-        for together in (self.batch, only):
+        only = min(self.batch_size, len(self.part)) if self.drop_last else self.batch_size
+        for together in (self.batch_size, only):
             if together % self.world:
                 raise ConfigError(
                     f"a batch of {together} cannot be shared equally by {self.world} processes; "
@@ -106,7 +109,7 @@ class Loader:
         count = len(self.part)
         order = numbers(self.seed, epoch, ORDER).permutation(count) if self.shuffle else np.arange(count)
         for i in range(start, len(self)):
-            yield order[i * self.batch : (i + 1) * self.batch][self.rank :: self.world]
+            yield order[i * self.batch_size : (i + 1) * self.batch_size][self.rank :: self.world]
 
     def _directly(self, keys: list[_Key]) -> Iterator[Batch]:
         for epoch, indices in keys:
@@ -132,7 +135,7 @@ class Loader:
                 _Batches(self.part, self.seed, self.augment),
                 sampler=self._keys,
                 batch_size=None,
-                num_workers=self.workers,
+                num_workers=self.num_workers,
                 worker_init_fn=_as_a_worker,
                 persistent_workers=True,
                 generator=torch.Generator(),  # the global one stays where it is, as without workers
@@ -192,7 +195,7 @@ def _explained(loader: Loader) -> Iterator[None]:
         loader.close()
         raise DataError(
             f"a data-loader worker died ({ends}); memory may have run out, /dev/shm may "
-            f"be too small, or the data set's own code crashed: pass fewer than {loader.workers} workers (0 runs "
+            f"be too small, or the data set's own code crashed: pass fewer than {loader.num_workers} workers (0 runs "
             "everything in this process and shows the crash), or give the machine more (shared) memory"
         ) from error
 

@@ -31,29 +31,29 @@ _FIRST = (
 )
 TASK_SETTINGS = ("name", "data", "classes")
 """Settings that say what is learned, rather than how."""
-_SILENT = frozenset({"seed", "workers", "cache", "data_folder", "checkpoint_seconds", "trackers"})
+_SILENT = frozenset({"seed", "num_workers", "cache_folder", "data_folder", "checkpoint_seconds", "trackers"})
 _RECIPE = (
-    "rate",
-    "decay",
+    "lr",
+    "weight_decay",
     "optimizer",
     "epochs",
-    "epochs_each",
-    "epochs_last",
-    "batch",
-    "rates",
+    "epochs_per_prune",
+    "final_epochs",
+    "batch_size",
+    "lr_schedule",
     "schedule",
-    "end",
+    "final_density",
     "densities",
-    "step",
-    "steps",
+    "prune_step",
+    "prune_steps",
 )
 _FOLLOWS = {
-    "name": ("data", "classes", "size", "limit", "network_options", "weights", *_RECIPE),
-    "data": ("name", "classes", "size", "limit", "network_options", "weights", *_RECIPE),
-    "classes": ("limit",),
-    "recipe": (*_RECIPE, "writers", "recover"),
-    "method": (*_RECIPE, "rank", "clip"),
-    "network": ("network_options", "weights", "head", "size"),
+    "name": ("data", "classes", "image_size", "max_train_samples", "network_options", "weights", *_RECIPE),
+    "data": ("name", "classes", "image_size", "max_train_samples", "network_options", "weights", *_RECIPE),
+    "classes": ("max_train_samples",),
+    "recipe": (*_RECIPE, "writers", "recovery"),
+    "method": (*_RECIPE, "rank", "grad_clip"),
+    "network": ("network_options", "weights", "head", "image_size"),
 }
 """Settings that may follow from another one, and then say nothing more."""
 

@@ -20,11 +20,11 @@ from spalier.scheduling import agp, iterative
 from spalier.tasks.container import check_name
 
 SELECT_OPTIONS = ("normalise", "aggregate", "min_keep", "round_to", "protect", "rank")
-FILLED = frozenset({"name", "network_options", "epochs_last"}.union(*RECIPES.values()))
+FILLED = frozenset({"name", "network_options", "final_epochs"}.union(*RECIPES.values()))
 """Settings that follow from others where nobody gives them."""
 STEMMED = ("resnet18", "resnet34", "resnet50")
 """Networks that have two stems."""
-FREE = frozenset({"workers", "cache", "data_folder", "checkpoint_seconds", "trackers"})
+FREE = frozenset({"num_workers", "cache_folder", "data_folder", "checkpoint_seconds", "trackers"})
 """Settings that do not change what comes out, and may differ when a run goes on."""
 
 
@@ -41,57 +41,57 @@ class Settings:
             64 pixels, where they have two.
         weights: a file of pretrained weights: safetensors, or .pth with tensors alone.
         head: the classifier's module; by default it is looked for.
-        start: a task file to begin with, instead of a first block.
+        start_task: a task file to begin with, instead of a first block.
         data: digits, cifar10, cifar100, flowers102, catsanddogs, folder:PATH or hf:NAME.
         data_folder: where data sets lie; by default the environment variable SPALIER_DATA, or ./data.
-        size: the side of the images.
+        image_size: the side of the images.
         classes: the classes to learn, of those that the data have; by default all.
-        limit: at most so many training samples.
-        validation: the share of the training samples that every choice is made on.
+        max_train_samples: at most so many training samples.
+        validation_split: the share of the training samples that every choice is made on.
         labels: whether there are labels; without them the network learns from its teacher alone.
         augment: whether training images are shifted and flipped.
         skip_bad: whether to leave out files that cannot be read, and write down which.
-        cache: a folder for decoded images; by default they are kept in memory.
-        workers: processes that load data; 0 for none.
+        cache_folder: a folder for decoded images; by default they are kept in memory.
+        num_workers: processes that load data; 0 for none.
         method: splora, sppara, lora or fine-pruning, the baseline that learns all weights.
         rank: the adapters' rank, as for `SPLoRA`.
-        adapter: what else the adapter takes: kernel, cap, init_range.
+        adapter_options: what else the adapter takes: kernel, cap, init_range.
         criterion: what units are scored by, as for `score`.
         criterion_options: what else the criterion takes, such as literal.
         schedule: "iterative", "agp" or "one_shot".
-        end: the last density.
-        step: how much the iterative schedule takes each time.
-        steps: in how many steps the cubic one goes.
+        final_density: the last density.
+        prune_step: how much the iterative schedule takes each time.
+        prune_steps: in how many steps the cubic one goes.
         densities: the densities themselves, falling, instead of a schedule; bytes where that is the budget.
         budget: what densities are of: channels, weights, macs, latency or bytes.
         ranking: "global" or "local".
         writers: "coupled", or "free": each layer of a residual stream keeps channels of its own.
-        select: what else `select` takes: normalise, aggregate, min_keep, round_to, protect, rank.
+        select_options: what else `select` takes: normalise, aggregate, min_keep, round_to, protect, rank.
         score_samples: how many training samples units are scored on.
-        recover_samples: how many the network is recovered on; they are in memory all at once.
-        recover: what is restored in closed form after each prune: "none", "norms" (statistics of batch norms) or "all".
+        recovery_samples: how many the network is recovered on; they are in memory all at once.
+        recovery: restored in closed form after each prune: "none", "norms" (statistics of batch norms) or "all".
         epochs: of the first block.
-        epochs_each: after each prune.
-        epochs_last: after the last one; by default as after each.
-        batch: samples in a batch, of all processes together.
+        epochs_per_prune: after each prune.
+        final_epochs: after the last one; by default as after each.
+        batch_size: samples in a batch, of all processes together.
         optimizer: "sgd" or "adamw".
-        rate: the learning rate.
-        scale_rate: whether it is for a batch of 256, and grows with the batch.
+        lr: the learning rate.
+        scale_lr: whether it is for a batch of 256, and grows with the batch.
         momentum: of SGD.
-        decay: weight decay.
-        decay_norms: whether norms and biases decay too.
-        rates: "step" (a fifth after each quarter of a block), "cosine" or "constant".
-        warmup: epochs over which the rate rises at the start of a block.
+        weight_decay: weight decay.
+        weight_decay_norms: whether norms and biases decay too.
+        lr_schedule: "step" (a fifth after each quarter of a block), "cosine" or "constant".
+        warmup_epochs: epochs over which the rate rises at the start of a block.
         keep_optimizer: whether the optimizer's state goes on across a prune, cut along, instead of beginning anew.
-        smoothing: of labels.
-        clip: the largest norm of the gradient.
-        ema: the decay of a moving average of what learns; a block ends with the average.
-        keep: "last", or "best": a block ends with the epoch that was best on the validation samples.
+        label_smoothing: of labels.
+        grad_clip: the largest norm of the gradient.
+        ema_decay: the decay of a moving average of what learns; a block ends with the average.
+        keep_best: whether a block ends with the epoch that was best on the validation samples, instead of its last.
         validate_every: epochs between looks at the validation samples; 0 for the end of a block only.
-        distill: "self", to learn from the unpruned adapted network, or a task file of a better one.
+        teacher: "self", to learn from the unpruned adapted network, or a task file of a better one.
         distill_weight: the teacher's share of the loss.
         temperature: at which teacher and network are compared.
-        precision: "no", "bf16" or "fp16".
+        mixed_precision: "no", "bf16" or "fp16".
         channels_last: the memory layout of images and weights; by default on CPUs.
         deterministic: PyTorch's deterministic algorithms, for runs that repeat to the bit.
         seed: of everything random.
@@ -99,7 +99,7 @@ class Settings:
         trackers: besides metrics.jsonl: "auto" (TensorBoard where it is installed), or names that Accelerate knows.
 
     >>> config = Settings(recipe="paper", data="cifar10", rank=32)
-    >>> config.epochs, config.rate, config.targets()[:3], len(config.targets())
+    >>> config.epochs, config.lr, config.targets()[:3], len(config.targets())
     (30, 0.01, (0.95, 0.9, 0.85), 19)
     """
 
@@ -109,57 +109,57 @@ class Settings:
     network_options: dict[str, Any] = field(default_factory=dict)
     weights: str | None = None
     head: str | None = None
-    start: str | None = None
+    start_task: str | None = None
     data: str = "digits"
     data_folder: str | None = None
-    size: int | None = None
+    image_size: int | None = None
     classes: tuple[str, ...] | None = None
-    limit: int | None = None
-    validation: float = 0.1
+    max_train_samples: int | None = None
+    validation_split: float = 0.1
     labels: bool = True
     augment: bool = True
     skip_bad: bool = False
-    cache: str | None = None
-    workers: int = 0
+    cache_folder: str | None = None
+    num_workers: int = 0
     method: Literal["splora", "sppara", "lora", "fine-pruning"] = "splora"
     rank: int | float = 8
-    adapter: dict[str, Any] = field(default_factory=dict)
+    adapter_options: dict[str, Any] = field(default_factory=dict)
     criterion: str = "taylor"
     criterion_options: dict[str, Any] = field(default_factory=dict)
     schedule: Literal["iterative", "agp", "one_shot"] | None = None
-    end: float | None = None
-    step: float = 0.05
-    steps: int = 5
+    final_density: float | None = None
+    prune_step: float = 0.05
+    prune_steps: int = 5
     densities: tuple[float, ...] | None = None
     budget: Literal["channels", "weights", "macs", "latency", "bytes"] = "channels"
     ranking: Literal["global", "local"] = "global"
     writers: Literal["coupled", "free"] | None = None
-    select: dict[str, Any] = field(default_factory=dict)
+    select_options: dict[str, Any] = field(default_factory=dict)
     score_samples: int = 1024
-    recover_samples: int = 256
-    recover: Literal["none", "norms", "all"] | None = None
+    recovery_samples: int = 256
+    recovery: Literal["none", "norms", "all"] | None = None
     epochs: int | None = None
-    epochs_each: int | None = None
-    epochs_last: int | None = None
-    batch: int | None = None
+    epochs_per_prune: int | None = None
+    final_epochs: int | None = None
+    batch_size: int | None = None
     optimizer: Literal["sgd", "adamw"] | None = None
-    rate: float | None = None
-    scale_rate: bool | None = None
+    lr: float | None = None
+    scale_lr: bool | None = None
     momentum: float = 0.9
-    decay: float | None = None
-    decay_norms: bool | None = None
-    rates: Literal["step", "cosine", "constant"] | None = None
-    warmup: float = 0.0
+    weight_decay: float | None = None
+    weight_decay_norms: bool | None = None
+    lr_schedule: Literal["step", "cosine", "constant"] | None = None
+    warmup_epochs: float = 0.0
     keep_optimizer: bool = False
-    smoothing: float = 0.0
-    clip: float | None = None
-    ema: float | None = None
-    keep: Literal["last", "best"] = "last"
+    label_smoothing: float = 0.0
+    grad_clip: float | None = None
+    ema_decay: float | None = None
+    keep_best: bool = False
     validate_every: int = 0
-    distill: str | None = None
+    teacher: str | None = None
     distill_weight: float = 0.5
     temperature: float = 2.0
-    precision: Literal["no", "bf16", "fp16"] = "no"
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     channels_last: bool | None = None
     deterministic: bool = False
     seed: int = 0
@@ -173,7 +173,8 @@ class Settings:
         for name, value in settings(self.recipe, vars(self)).items():
             if getattr(self, name) is None:
                 self._set(name, value)
-        self._set("epochs_last", self.epochs_each if self.epochs_last is None else self.epochs_last)
+        if self.final_epochs is None:
+            self._set("final_epochs", self.epochs_per_prune)
         self._set("name", self.name or _name(self.data))
         if self.network in STEMMED and "stem" not in self.network_options and self._is_small():
             self._set("network_options", {**self.network_options, "stem": "cifar"})
@@ -184,7 +185,7 @@ class Settings:
 
     def _is_small(self) -> bool:
         small = self.data in ("digits", "cifar10", "cifar100")
-        return self.size <= 64 if self.size is not None else small
+        return self.image_size <= 64 if self.image_size is not None else small
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -218,48 +219,55 @@ class Settings:
         """All settings, as `load` reads them."""
         return written(self)
 
-    def with_(self, **changes: Any) -> Self:
+    def replace(self, **changes: Any) -> Self:
         """The same but for some settings; those that nobody gave follow the recipe again.
 
-        >>> Settings(rank=8).with_(seed=3).seed
+        >>> Settings(rank=8).replace(seed=3).seed
         3
         """
-        check_known(type(self), changes, "with_")
+        check_known(type(self), changes, "replace")
         return type(self)(**{**self.given, **changes})
 
     def targets(self) -> tuple[float, ...]:
         """The densities after the first block, falling."""
         if self.densities is not None:
             return self.densities
-        assert self.end is not None
+        assert self.final_density is not None
         if self.schedule == "one_shot":
-            return (self.end,) if self.end < 1 else ()
+            return (self.final_density,) if self.final_density < 1 else ()
         if self.schedule == "agp":
-            found = [agp(i / self.steps, end=self.end) for i in range(1, self.steps + 1)]
+            found = [
+                agp(i / self.prune_steps, end=self.final_density) for i in range(1, self.prune_steps + 1)
+            ]
         else:
-            count = round((1 - self.end) / self.step + 0.4999999)
-            found = [iterative(i / (count + 1), end=self.end, step=self.step) for i in range(1, count + 1)]
+            count = round((1 - self.final_density) / self.prune_step + 0.4999999)
+            found = [
+                iterative(i / (count + 1), end=self.final_density, step=self.prune_step)
+                for i in range(1, count + 1)
+            ]
         return tuple(round(density, 6) for density in found if density < 1)
 
     def epochs_of(self, block: int) -> int:
         """How many epochs a block has; the first one is number 0."""
-        epochs = self.epochs if block == 0 else self.epochs_each
+        epochs = self.epochs if block == 0 else self.epochs_per_prune
         if block == len(self.targets()) > 0:
-            epochs = self.epochs_last
+            epochs = self.final_epochs
         assert epochs is not None
         return epochs
 
-    def adapter_(self) -> Any:
+    def make_adapter(self) -> Any:
         """The adapter that the method means."""
-        options = dict(self.adapter)
+        options = dict(self.adapter_options)
         if self.method in ("splora", "lora"):
             options["rank"] = self.rank
         try:
             return ADAPTERS[self.method](**options)
         except TypeError as error:
-            raise ConfigError(f"adapter has settings that {self.method} does not take: {error}") from error
+            raise ConfigError(
+                f"adapter_options has settings that {self.method} does not take: {error}"
+            ) from error
 
-    def criterion_(self, block: int) -> Criterion:
+    def make_criterion(self, block: int) -> Criterion:
         """The criterion, for one block: random numbers are others each time."""
         options = dict(self.criterion_options)
         if CRITERIA[self.criterion] is Random:
@@ -271,11 +279,11 @@ class Settings:
         return made
 
     @property
-    def initial_rate(self) -> float:
+    def initial_lr(self) -> float:
         """The learning rate at the start of a block."""
-        assert self.rate is not None
-        assert self.batch is not None
-        return self.rate * self.batch / 256 if self.scale_rate else self.rate
+        assert self.lr is not None
+        assert self.batch_size is not None
+        return self.lr * self.batch_size / 256 if self.scale_lr else self.lr
 
 
 def _name(data: str) -> str:
@@ -298,42 +306,46 @@ def _check(config: Settings) -> None:
         raise ConfigError(f"seed is {config.seed}, expected less than 2**63")
     if config.criterion not in CRITERIA:
         raise ConfigError(f"criterion is {config.criterion!r}, expected one of {', '.join(CRITERIA)}")
-    unknown = sorted(set(config.select) - set(SELECT_OPTIONS))
+    unknown = sorted(set(config.select_options) - set(SELECT_OPTIONS))
     if unknown:
-        raise ConfigError(f"select has {unknown[0]!r}, expected some of {', '.join(SELECT_OPTIONS)}")
+        raise ConfigError(f"select_options has {unknown[0]!r}, expected some of {', '.join(SELECT_OPTIONS)}")
     told = sorted({"name", "classes", "weights", "seed"} & set(config.network_options))
     if told:
         raise ConfigError(f"network_options has {told[0]!r}, which is a setting of the run; set it there")
     _check_densities(config)
-    if not config.labels and not config.distill:
+    if not config.labels and not config.teacher:
         raise ConfigError(
-            'labels is false, so there has to be a teacher; set distill: "self" and start, or a task file'
+            'labels is false, so there has to be a teacher; set teacher: "self" and start_task, or a task file'
         )
-    if not config.labels and config.distill == "self" and config.start is None:
+    if not config.labels and config.teacher == "self" and config.start_task is None:
         raise ConfigError(
-            "labels is false and the network is to teach itself; set start to the task that it has learned"
+            "labels is false and the network is to teach itself; set start_task to the task that it has learned"
         )
-    if config.keep == "best" and not (config.validation and config.validate_every):
-        raise ConfigError('keep is "best", which needs validation above 0 and validate_every of at least 1')
-    config.adapter_()
-    config.criterion_(0)
+    if config.keep_best and not (config.validation_split and config.validate_every):
+        raise ConfigError(
+            "keep_best is true, which needs validation_split above 0 and validate_every of at least 1"
+        )
+    config.make_adapter()
+    config.make_criterion(0)
 
 
 _AT_LEAST = {
-    **dict.fromkeys(("steps", "score_samples", "recover_samples", "batch"), 1),
-    **dict.fromkeys(("epochs", "epochs_each", "epochs_last", "workers", "validate_every", "seed"), 0),
-    **dict.fromkeys(("decay", "warmup", "checkpoint_seconds"), 0),
+    **dict.fromkeys(("prune_steps", "score_samples", "recovery_samples", "batch_size"), 1),
+    **dict.fromkeys(
+        ("epochs", "epochs_per_prune", "final_epochs", "num_workers", "validate_every", "seed"), 0
+    ),
+    **dict.fromkeys(("weight_decay", "warmup_epochs", "checkpoint_seconds"), 0),
 }
 _BETWEEN = {
-    "validation": "[0, 1)",
-    "step": "(0, 1]",
-    "end": "(0, 1]",
+    "validation_split": "[0, 1)",
+    "prune_step": "(0, 1]",
+    "final_density": "(0, 1]",
     "momentum": "[0, 1)",
-    "smoothing": "[0, 1)",
-    "ema": "(0, 1)",
+    "label_smoothing": "[0, 1)",
+    "ema_decay": "(0, 1)",
     "distill_weight": "(0, 1]",
 }
-_POSITIVE = ("rate", "clip", "temperature", "size", "limit")
+_POSITIVE = ("lr", "grad_clip", "temperature", "image_size", "max_train_samples")
 
 
 def _check_numbers(config: Settings) -> None:
@@ -355,9 +367,9 @@ def _check_numbers(config: Settings) -> None:
 
 def _check_densities(config: Settings) -> None:
     given = config.densities
-    if given is not None and (config.schedule or config.end is not None):
+    if given is not None and (config.schedule or config.final_density is not None):
         raise ConfigError(
-            "densities is given, and schedule or end too; expected the densities themselves or a schedule"
+            "densities is given, and schedule or final_density too; expected the densities themselves or a schedule"
         )
     if given is None:
         if config.budget == "bytes":

@@ -44,7 +44,7 @@ from spalier.runs.learning import (
     make_optimizer,
     optimizer_state,
     restore_optimizer_,
-    set_rate_,
+    set_lr_,
     set_values_,
     settle_,
     values_of,
@@ -82,11 +82,13 @@ class Engine:
         self.data, self.machine, self.base_digest = data, machine, base_digest
         self.targets = config.targets()
         self.example = torch.zeros(2, *data.shape, device=machine.device)
-        assert config.batch is not None
+        assert config.batch_size is not None
         fewer = len(data.train) // machine.world * machine.world  # which all processes can share
-        self.batch = config.batch if len(data.train) >= config.batch else max(fewer, machine.world)
+        self.batch_size = (
+            config.batch_size if len(data.train) >= config.batch_size else max(fewer, machine.world)
+        )
         self.loader = self._loader(data.train, shuffle=True)
-        self.at = Position(phase="finish" if config.start else "train")
+        self.at = Position(phase="finish" if config.start_task else "train")
         self.rows: list[dict[str, Any]] = []
         self.loss_sum = 0.0
         self.best: float | None = None
@@ -137,12 +139,12 @@ class Engine:
         """Attach what will learn."""
         self._load_teacher_()
         torch.manual_seed(seed_of(self.config.seed, "adapters"))
-        if self.config.start is not None:
-            start = Task.load(self.config.start)
+        if self.config.start_task is not None:
+            start = Task.load(self.config.start_task)
             check_start(self.config, start)
             start.apply_(self.net, example=self.example)
         else:
-            attach_(self.net, self.config.adapter_(), head=self.head, example=self.example)
+            attach_(self.net, self.config.make_adapter(), head=self.head, example=self.example)
         self._rehearse()
         self._new_block_()
         if self.machine.is_first:
@@ -189,7 +191,7 @@ class Engine:
         self.channels_last = self.machine.channels_last and is_safe(self.net, self.config.method)
         settle_(self.net, self.channels_last)
         self.optimizer = optimizer or make_optimizer(self.config, self.net)
-        self.average = Average(self.net, self.config.ema) if self.config.ema is not None else None
+        self.average = Average(self.net, self.config.ema_decay) if self.config.ema_decay is not None else None
 
     # -- phases -------------------------------------------------------------------------------------------------------
 
@@ -212,17 +214,17 @@ class Engine:
         """One batch: forward, loss, backward, the sum over processes, an update."""
         torch.manual_seed(seed_of(self.config.seed, "step", self.at.step, self.machine.rank))
         images, labels = self._placed(images), labels.to(self.machine.device)
-        set_rate_(self.optimizer, self._rate(self.at.batch))
+        set_lr_(self.optimizer, self._lr(self.at.batch))
         with self.machine.autocast(), self.machine.synced_norms():
             logits = logits_of(self.net(images))
-        loss = self._loss(logits, images, labels) / self.batch
+        loss = self._loss(logits, images, labels) / self.batch_size
         self.machine.accelerator.backward(loss)
         parameters = list(learned(self.net).values())
         asked = 0.0 if self.stopping.asked is None else 1.0
         value, stop = sum_gradients_(parameters, [float(loss.detach()), asked])
         if not np.isfinite(value):
             raise self._not_finite(f"the loss is {value}")
-        self.machine.step_(self.optimizer, self.config.clip)
+        self.machine.step_(self.optimizer, self.config.grad_clip)
         if self.average is not None:
             self.average.update_(self.net)
         self.loss_sum += value
@@ -242,20 +244,20 @@ class Engine:
             logits,
             labels,
             taught,
-            smoothing=self.config.smoothing,
+            smoothing=self.config.label_smoothing,
             weight=self.config.distill_weight if self.config.labels else 1.0,
             temperature=self.config.temperature,
         )
 
     def _end_epoch_(self) -> None:
-        loss, rate = self.loss_sum / max(len(self.loader), 1), self._rate(self.at.batch - 1)
+        loss, lr = self.loss_sum / max(len(self.loader), 1), self._lr(self.at.batch - 1)
         self.at = self.at.to(epoch=self.at.epoch + 1, epochs=self.at.epochs + 1, batch=0)
         self.loss_sum = 0.0
         every = self.config.validate_every
         seen = None
         if every and self.at.epoch % every == 0 and self.data.validation is not None:
             seen = self._validated()
-        self._log_epoch(loss, rate, seen)
+        self._log_epoch(loss, lr, seen)
 
     def _validated(self) -> Evaluation:
         """How good the network is now, or its average; the best so far is kept where that is asked for."""
@@ -264,7 +266,7 @@ class Engine:
         if self.average is not None:
             set_values_(self.net, self.average.values)
         seen = self._evaluated(self.net, self.data.validation)
-        if self.config.keep == "best" and (self.best is None or seen.accuracy > self.best):
+        if self.config.keep_best and (self.best is None or seen.accuracy > self.best):
             self.best, self.best_values = seen.accuracy, values_of(self.net)
         set_values_(self.net, now)
         self.net.train()
@@ -272,12 +274,12 @@ class Engine:
 
     def _finish_(self) -> None:
         """End a block: what was learned becomes a task file, and a row."""
-        if self.config.keep == "best" and self.best_values:
+        if self.config.keep_best and self.best_values:
             set_values_(self.net, self.best_values)
         elif self.average is not None and self.at.epoch:
             set_values_(self.net, self.average.values)
         self._check_finite()
-        if self.at.block == 0 and self.config.distill == "self":
+        if self.at.block == 0 and self.config.teacher == "self":
             self._teach_(fuse(self.net))
         row = self._row()
         self.rows.append(row)
@@ -301,7 +303,7 @@ class Engine:
         scores = score(
             self.net,
             self._samples(config.score_samples, shared=True),
-            config.criterion_(self.at.block),
+            config.make_criterion(self.at.block),
             loss=mean_loss,
         )
         self.plan = self._selected(scores, self.targets[self.at.block - 1])
@@ -315,7 +317,12 @@ class Engine:
         budget: dict[str, Any] = {config.budget: int(target) if config.budget == "bytes" else target}
         assert config.writers is not None
         return select(
-            self.net, scores, ranking=config.ranking, writers=config.writers, **budget, **config.select
+            self.net,
+            scores,
+            ranking=config.ranking,
+            writers=config.writers,
+            **budget,
+            **config.select_options,
         )
 
     def _prune_(self) -> None:
@@ -324,9 +331,9 @@ class Engine:
         self._seed("prune")
         optimizer = self.optimizer if self.config.keep_optimizer else None
         recovery = None
-        if self.config.recover != "none":
-            everything = self.config.recover == "all"
-            batches = self._samples(self.config.recover_samples, shared=False)
+        if self.config.recovery != "none":
+            everything = self.config.recovery == "all"
+            batches = self._samples(self.config.recovery_samples, shared=False)
             recovery = Recovery(batches, adapters=everything, head=everything)
         prune_(self.net, self.plan, optimizer=optimizer, recover=recovery)
         self._new_block_(optimizer)
@@ -337,18 +344,18 @@ class Engine:
 
     def _load_teacher_(self) -> None:
         """The teacher, made in the same way in a run that goes on as in one that was never killed."""
-        if self.config.distill is None or (self.config.distill == "self" and self.at.block == 0):
+        if self.config.teacher is None or (self.config.teacher == "self" and self.at.block == 0):
             return
-        own = self.config.distill == "self"
-        path = self.folder.tasks / f"{self._task_name(0)}{SUFFIX}" if own else self.config.distill
+        own = self.config.teacher == "self"
+        path = self.folder.tasks / f"{self._task_name(0)}{SUFFIX}" if own else self.config.teacher
         Task.load(path).apply_(self.net)
         self._teach_(fuse(self.net))
         detach_(self.net)
 
     def _teacher_digest(self) -> str:
-        if self.config.distill in (None, "self"):
+        if self.config.teacher in (None, "self"):
             return ""
-        return hashlib.sha256(Path(str(self.config.distill)).read_bytes()).hexdigest()
+        return hashlib.sha256(Path(str(self.config.teacher)).read_bytes()).hexdigest()
 
     def _teach_(self, teacher: nn.Module) -> None:
         self.teacher = teacher.eval().requires_grad_(False)
@@ -361,7 +368,7 @@ class Engine:
         if shared and self.machine.world > 1:
             chosen = chosen[self.machine.rank :: self.machine.world]
         teacher = self.teacher if not self.config.labels else None
-        return Samples(self.data.train, chosen, self.batch, self._placed, teacher)
+        return Samples(self.data.train, chosen, self.batch_size, self._placed, teacher)
 
     def _evaluated(self, net: nn.Module, part: Part) -> Evaluation:
         self._seed("evaluate")
@@ -417,7 +424,7 @@ class Engine:
         part = self.data.test if self.data.test is not None else self.data.validation
         self._seed("examples")
         with self.machine.autocast():
-            found = None if part is None else examples(plain, part, self._placed, self.batch)
+            found = None if part is None else examples(plain, part, self._placed, self.batch_size)
         if found is None:
             return None
         self.folder.write(self._block_file(".png"), found[1])
@@ -448,7 +455,7 @@ class Engine:
 
     def _task_name(self, block: int) -> str:
         if block == 0:
-            return f"{self.config.name}-start" if self.config.start else f"{self.config.name}-100"
+            return f"{self.config.name}-start" if self.config.start_task else f"{self.config.name}-100"
         target = self.targets[block - 1]
         return (
             f"{self.config.name}-{target:.0f}B"
@@ -465,7 +472,7 @@ class Engine:
         return RunError(
             "not-finite",
             f"{what} at step {self.at.step} ({self._where()}); the last good state is in {str(self.folder.path)!a}: "
-            "begin again with a lower rate, clip, or a warmup, in another folder",
+            "begin again with a lower lr, grad_clip or warmup_epochs, in another folder",
         )
 
     def _save_(self) -> None:
@@ -517,10 +524,10 @@ class Engine:
     def _loader(self, part: Part, *, shuffle: bool) -> Loader:
         return Loader(
             part,
-            batch=self.batch,
+            batch_size=self.batch_size,
             seed=self.config.seed,
             augment="own" if shuffle and self.config.augment else "none",
-            workers=self.config.workers,
+            num_workers=self.config.num_workers,
             shuffle=shuffle,
             drop_last=shuffle,
             rank=self.machine.rank,
@@ -531,16 +538,16 @@ class Engine:
         images = images.to(self.machine.device, non_blocking=True)
         return images if self.channels_last else images.contiguous()
 
-    def _rate(self, batch: int) -> float:
+    def _lr(self, batch: int) -> float:
         per_epoch = max(len(self.loader), 1)
-        assert self.config.rates is not None
+        assert self.config.lr_schedule is not None
         step, steps = self.at.epoch * per_epoch + batch, self._epochs(self.at.block) * per_epoch
-        return self.config.initial_rate * factor(
-            self.config.rates, step, steps, self.config.warmup * per_epoch
+        return self.config.initial_lr * factor(
+            self.config.lr_schedule, step, steps, self.config.warmup_epochs * per_epoch
         )
 
     def _epochs(self, block: int) -> int:
-        return 0 if block == 0 and self.config.start else self.config.epochs_of(block)
+        return 0 if block == 0 and self.config.start_task else self.config.epochs_of(block)
 
     def _steps(self) -> int:
         return sum(map(self._epochs, range(len(self.targets) + 1))) * len(self.loader)
@@ -553,8 +560,8 @@ class Engine:
         self.seconds, self.since = self.seconds + now - self.since, now
         return round(self.seconds, 3)
 
-    def _log_epoch(self, loss: float, rate: float, seen: Evaluation | None) -> None:
-        values = {"loss": loss, "rate": rate, "validation": None if seen is None else seen.accuracy}
+    def _log_epoch(self, loss: float, lr: float, seen: Evaluation | None) -> None:
+        values = {"loss": loss, "lr": lr, "validation": None if seen is None else seen.accuracy}
         self._log({"kind": "epoch", **asdict(self.at), **values})
         self.machine.log({f"train/{name}": value for name, value in values.items()}, self.at.step)
         shown = "" if seen is None else f", validation {seen.accuracy:.1%}"

@@ -23,18 +23,18 @@ def learned(net: nn.Module) -> dict[str, nn.Parameter]:
 
 def make_optimizer(config: Settings, net: nn.Module) -> Optimizer:
     """SGD or AdamW over what learns, in two groups: what decays, and norms and biases where these do not."""
-    rate, decay = config.initial_rate, config.decay
-    assert decay is not None
-    spared = set() if config.decay_norms else _norms_and_biases(net)
+    lr, weight_decay = config.initial_lr, config.weight_decay
+    assert weight_decay is not None
+    spared = set() if config.weight_decay_norms else _norms_and_biases(net)
     parameters = learned(net)
     groups: list[dict[str, Any]] = [
-        {"params": [p for n, p in parameters.items() if n not in spared], "weight_decay": decay},
+        {"params": [p for n, p in parameters.items() if n not in spared], "weight_decay": weight_decay},
         {"params": [p for n, p in parameters.items() if n in spared], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if config.optimizer == "sgd":
-        return SGD(groups, lr=rate, momentum=config.momentum)
-    return AdamW(groups, lr=rate)
+        return SGD(groups, lr=lr, momentum=config.momentum)
+    return AdamW(groups, lr=lr)
 
 
 def _norms_and_biases(net: nn.Module) -> set[str]:
@@ -47,10 +47,10 @@ def _norms_and_biases(net: nn.Module) -> set[str]:
     return norms | {name for name in learned(net) if name.endswith("bias")}
 
 
-def set_rate_(optimizer: Optimizer, rate: float) -> None:
+def set_lr_(optimizer: Optimizer, lr: float) -> None:
     """Give all groups a learning rate."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = lr
 
 
 def optimizer_state(optimizer: Optimizer, net: nn.Module) -> Tensors:

@@ -25,9 +25,9 @@ class Machine:
             from accelerate.state import AcceleratorState
         except ModuleNotFoundError as error:
             raise ConfigError(f"runs need {error.name}; pip install spalier[train]") from error
-        if config.precision == "fp16" and not _has_accelerator():
+        if config.mixed_precision == "fp16" and not _has_accelerator():
             raise ConfigError(
-                'precision is "fp16", which needs a GPU to scale gradients; expected "bf16" or "no" on a CPU'
+                'mixed_precision is "fp16", which needs a GPU to scale gradients; expected "bf16" or "no" on a CPU'
             )
         trackers = _trackers(config)
         # one state for the whole process, which cannot change its precision; the caller's own comes back with close
@@ -35,7 +35,7 @@ class Machine:
         AcceleratorState._shared_state.clear()
         try:
             self.accelerator: Any = Accelerator(
-                mixed_precision=config.precision,
+                mixed_precision=config.mixed_precision,
                 cpu=not _has_accelerator(),
                 log_with=trackers or None,
                 project_dir=str(folder.path),
@@ -43,7 +43,7 @@ class Machine:
         except ValueError as error:
             self._give_back()
             raise ConfigError(
-                f"precision {config.precision!r} or a tracker cannot be had here: {error}"
+                f"mixed_precision {config.mixed_precision!r} or a tracker cannot be had here: {error}"
             ) from error
         self.device: torch.device = self.accelerator.device
         self.rank: int = self.accelerator.process_index

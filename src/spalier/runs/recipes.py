@@ -11,37 +11,37 @@ from typing import Any
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {
         "epochs": 30,
-        "epochs_each": 20,
-        "batch": 256,
+        "epochs_per_prune": 20,
+        "batch_size": 256,
         "optimizer": "sgd",
-        "rate": 0.01,
-        "scale_rate": True,
-        "decay": 5e-4,
-        "decay_norms": True,
-        "rates": "step",
+        "lr": 0.01,
+        "scale_lr": True,
+        "weight_decay": 5e-4,
+        "weight_decay_norms": True,
+        "lr_schedule": "step",
         "schedule": "iterative",
-        "end": 0.05,
+        "final_density": 0.05,
         "writers": "free",
-        "recover": "none",
+        "recovery": "none",
     },
     "fast": {
         "epochs": 8,
-        "epochs_each": 4,
-        "batch": 64,
+        "epochs_per_prune": 4,
+        "batch_size": 64,
         "optimizer": "adamw",
-        "rate": 1e-2,
-        "scale_rate": False,
-        "decay": 1e-4,
-        "decay_norms": False,
-        "rates": "cosine",
+        "lr": 1e-2,
+        "scale_lr": False,
+        "weight_decay": 1e-4,
+        "weight_decay_norms": False,
+        "lr_schedule": "cosine",
         "densities": (0.7, 0.5, 0.3, 0.2, 0.1),
         "writers": "coupled",
-        "recover": "norms",
+        "recovery": "norms",
     },
 }
 """Settings by recipe."""
 
-_LONGER = {"epochs": 100, "epochs_each": 50}  # the paper's, for its two smaller sets of larger images
+_LONGER = {"epochs": 100, "epochs_per_prune": 50}  # the paper's, for its two smaller sets of larger images
 
 
 def settings(recipe: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,15 +49,19 @@ def settings(recipe: str, given: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(RECIPES[recipe])
     listed = given["densities"] is not None or given["budget"] == "bytes"  # which no schedule knows of
     if listed or (recipe == "fast" and _has_schedule(given)):
-        found = {name: value for name, value in found.items() if name not in ("schedule", "end", "densities")}
+        found = {
+            name: value
+            for name, value in found.items()
+            if name not in ("schedule", "final_density", "densities")
+        }
     if recipe == "fast" and _has_schedule(given):
-        found |= {"schedule": "iterative", "end": 0.1}
+        found |= {"schedule": "iterative", "final_density": 0.1}
     if recipe == "paper" and given["data"] in ("flowers102", "catsanddogs"):
         found |= _LONGER
     if recipe == "fast" and given["method"] == "fine-pruning":
-        found["rate"] = 1e-3  # whole weights move further at the same rate than two thin factors do
+        found["lr"] = 1e-3  # whole weights move further at the same rate than two thin factors do
     return found
 
 
 def _has_schedule(given: Mapping[str, Any]) -> bool:
-    return given["schedule"] is not None or given["end"] is not None
+    return given["schedule"] is not None or given["final_density"] is not None

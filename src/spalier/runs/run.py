@@ -54,9 +54,9 @@ def run(
         net = network if network is not None else _network(config, samples)
         head = config.head or head_of(net, classes=len(samples.classes))
         stack.enter_context(_as_before(net, machine))
-        if config.keep == "best" and samples.validation is None:
+        if config.keep_best and samples.validation is None:
             raise ConfigError(
-                'keep is "best", and the data have no validation samples; give them some, or keep "last"'
+                "keep_best is true, and the data have no validation samples; give them some, or leave it out"
             )
         _check_outputs(net, samples, machine)
         engine = Engine(config, where, net, head, samples, machine, _digest(net))
@@ -77,16 +77,26 @@ def _with_given(config: Settings, network: nn.Module | None, data: Data | None) 
         _refuse(config, "a network", ("weights", "network_options"))
         if is_marked(network):
             raise AttachmentError("the network is adapted already; call spalier.detach_(net) first")
-        config = config.with_(network=f"{_GIVEN}{type(network).__name__}")
+        config = config.replace(network=f"{_GIVEN}{type(network).__name__}")
     if data is not None:
         if not isinstance(data, Data):
             raise ConfigError(
                 f"data is a {type(data).__name__}, expected spalier.data.data.Data; Data.of(dataset) makes it"
             )
         _refuse(
-            config, "data", ("limit", "classes", "size", "validation", "skip_bad", "cache", "data_folder")
+            config,
+            "data",
+            (
+                "max_train_samples",
+                "classes",
+                "image_size",
+                "validation_split",
+                "skip_bad",
+                "cache_folder",
+                "data_folder",
+            ),
         )
-        config = config.with_(data=f"{_GIVEN}{data.name}")
+        config = config.replace(data=f"{_GIVEN}{data.name}")
     for what, given in (("network", network), ("data", data)):
         if given is None and getattr(config, what).startswith(_GIVEN):
             raise ConfigError(f"the run was given its {what} as an object; pass {what}= again to go on")
@@ -153,9 +163,9 @@ def _faults(config: Settings, folder: RunFolder) -> Iterator[None]:
             raise
         raise RunError(
             "memory",
-            f"memory ran out with batches of {config.batch} ({' '.join(words.split())[:200] or 'MemoryError'}); the "
-            f"last checkpoint in {str(folder.path)!a} is whole: free some memory and run again, or begin another run "
-            "with a smaller batch, size or score_samples",
+            f"memory ran out with batches of {config.batch_size} ({' '.join(words.split())[:200] or 'MemoryError'});"
+            f" the last checkpoint in {str(folder.path)!a} is whole: free some memory and run again, or begin another "
+            "run with a smaller batch_size, image_size or score_samples",
         ) from error
 
 
@@ -199,13 +209,13 @@ def _data(config: Settings) -> Data:
     return open_data(
         config.data,
         folder=config.data_folder,
-        size=config.size,
-        validation=config.validation,
+        size=config.image_size,
+        validation=config.validation_split,
         seed=config.seed,
         skip_bad=config.skip_bad,
         labels=config.labels or ":" not in config.data,  # those by name have some, if only to be judged by
-        cache=config.cache,
-        limit=config.limit,
+        cache=config.cache_folder,
+        limit=config.max_train_samples,
         classes=config.classes,
     )
 
@@ -215,11 +225,11 @@ def _with_classes(config: Settings, data: Data) -> Data:
     unlabelled = bool((data.train.labels < 0).all())
     if config.labels and unlabelled:
         raise ConfigError(
-            "the samples have no labels; set labels: false, and a teacher to learn from (distill, start)"
+            "the samples have no labels; set labels: false, and a teacher to learn from (teacher, start_task)"
         )
     if data.classes:
         return data
-    known = next(path for path in (config.start, config.distill) if path not in (None, "self"))
+    known = next(path for path in (config.start_task, config.teacher) if path not in (None, "self"))
     classes = tuple(Task.load(known).info().classes)
     if not classes:
         raise RunError(
@@ -255,7 +265,7 @@ def _check_outputs(net: nn.Module, data: Data, machine: Machine) -> None:
     except (RuntimeError, ValueError, TypeError) as error:
         raise RunError(
             "classes",
-            f"the network does not run on float32 images of {data.shape}: {error}; set size, convert the network "
+            f"the network does not run on float32 images of {data.shape}: {error}; set image_size, convert the network "
             "(net.float()), or use another",
         ) from error
     if logits.dim() != 2 or logits.shape[1] != len(data.classes):

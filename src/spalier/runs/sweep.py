@@ -61,7 +61,7 @@ class Sweep:
 
     def runs(self) -> list[tuple[str, TransferPruning]]:
         """All runs by name; names are names of folders."""
-        return [(name, self.base.with_(**given)) for name, given in self._combinations().items()]
+        return [(name, self.base.replace(**given)) for name, given in self._combinations().items()]
 
     def _combinations(self) -> dict[str, dict[str, Any]]:
         """The settings that are gone through, by the name of the run."""
@@ -74,7 +74,7 @@ class Sweep:
 
     def _check(self, given: Mapping[str, Any]) -> None:
         try:
-            self.base.with_(**given)
+            self.base.replace(**given)
         except ConfigError as error:
             shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
             raise ConfigError(f"the run with {shown} cannot be: {error}") from error

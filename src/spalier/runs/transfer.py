@@ -20,7 +20,7 @@ class TransferPruning(Settings):
     Its settings are those of `spalier.runs.config.Settings`, all of them keywords; most have a value by recipe.
 
     >>> config = TransferPruning(recipe="paper", data="cifar10", network="resnet50", rank=8)
-    >>> config.epochs, config.epochs_each, len(config.targets())
+    >>> config.epochs, config.epochs_per_prune, len(config.targets())
     (30, 20, 19)
     """
 
