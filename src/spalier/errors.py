@@ -6,6 +6,9 @@ so programs match on ``error.code`` and people read the message.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 
 class SpalierError(Exception):
     """Base of every error that Spalier raises on purpose.
@@ -122,16 +125,21 @@ class DataError(SpalierError):
     code = "data"
 
 
-class RunError(SpalierError):
-    """A run cannot begin, go on or end; its folder still holds the last good state.
+class CodedError(SpalierError):
+    """An error of several kinds: ``error.code`` says which, one of ``codes``.
 
-    ``code`` says what is wrong, one of `RUN_CODES`.
+    >>> try:
+    ...     raise TaskFileError("missing", "there is no file 'a'")
+    ... except CodedError as error:
+    ...     print(error.code, error)
+    missing there is no file 'a'
     """
 
-    code = "run"
+    codes: ClassVar[Mapping[str, str]] = {}
+    """What each code means."""
 
     def __init__(self, code: str, message: str) -> None:
-        assert code in RUN_CODES, code
+        assert code in self.codes, code
         super().__init__(code, message)
         self.code = code
 
@@ -153,21 +161,14 @@ RUN_CODES = {
 """What can be wrong with a run, by code; codes never change."""
 
 
-class TaskFileError(SpalierError):
-    """A task file, a task's name or a store is not what it has to be; the base is untouched.
+class RunError(CodedError):
+    """A run cannot begin, go on or end; its folder still holds the last good state.
 
-    ``code`` says what is wrong, one of `TASK_FILE_CODES`.
+    ``code`` is one of `RUN_CODES`.
     """
 
-    code = "task-file"
-
-    def __init__(self, code: str, message: str) -> None:
-        assert code in TASK_FILE_CODES, code
-        super().__init__(code, message)
-        self.code = code
-
-    def __str__(self) -> str:
-        return str(self.args[1])
+    code = "run"
+    codes = RUN_CODES
 
 
 TASK_FILE_CODES = {
@@ -203,3 +204,13 @@ TASK_FILE_CODES = {
     "hub": "the hub refused, or has no such task",
 }
 """What can be wrong with a task file, by code; codes never change."""
+
+
+class TaskFileError(CodedError):
+    """A task file, a task's name or a store is not what it has to be; the base is untouched.
+
+    ``code`` is one of `TASK_FILE_CODES`.
+    """
+
+    code = "task-file"
+    codes = TASK_FILE_CODES

@@ -1,4 +1,4 @@
-"""One regular file, read once; one file, written whole or not at all."""
+"""Files that are read once, written whole or not at all, and folders that one process at a time works in."""
 
 from __future__ import annotations
 
@@ -10,30 +10,28 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar, Self
 
 from spalier.errors import TaskFileError
 
 try:
     import fcntl
-except ImportError:  # Windows; whoever needs a lock says so
+except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 LEFTOVER_AGE = 60.0
 """Seconds after which a temporary file that nobody holds a lock on is a leftover of a writer that died."""
 _PREFIX, _TEMPORARY = ".spalier-", ".tmp"
+_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     """A regular file and its size. Whatever else has that name is refused, and never opened for long."""
-    flags = (
-        os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    )
     try:
-        seen = path.lstat()
-        _check_kind(path, seen)
-        handle = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
+        _check_kind(path, path.lstat())
+        # a pipe that takes the file's place after the look above must not block
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _FLAGS)
     except FileNotFoundError:
         raise TaskFileError("missing", f"there is no file {str(path)!a}") from None
     except (OSError, ValueError) as error:
@@ -112,10 +110,10 @@ def write(path: Path, data: bytes) -> None:
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-    with os.fdopen(os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o666), "wb") as file:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o666)
+    with os.fdopen(handle, "wb") as file:
         if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)  # so that nobody sweeps it
+            fcntl.flock(file, fcntl.LOCK_EX)  # `sweep` leaves alone what is locked
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -129,10 +127,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (
-            errno.EINVAL,
-            errno.ENOTSUP,
-        ):  # some file systems have no such thing for folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot flush folders
             raise
     finally:
         os.close(handle)
@@ -160,23 +155,46 @@ def _is_unlocked(path: Path) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Only one writer at a time, of all processes and threads."""
-    if fcntl is None:
-        raise TaskFileError("write", "a store needs POSIX file locks, which this system does not have")
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-    try:
-        handle = os.open(folder / ".lock", flags, 0o666)
-    except OSError as error:
-        raise TaskFileError(
-            "write", f"the store {str(folder)!a} cannot be locked for writing: {reason(error)}"
-        ) from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
+class FolderLock:
+    """Keeps other processes and threads that ask for the same lock out of a folder, until it is closed or left.
+
+    Raises `BlockingIOError` where another holds the lock and ``wait`` is False, and other kinds of `OSError` where the
+    folder cannot be written. Without POSIX file locks (Windows) nobody is kept out.
+    """
+
+    _held: ClassVar[set[int]] = set()
+
+    def __init__(self, folder: Path, *, wait: bool = True) -> None:
+        self._handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
+        self._held.add(self._handle)
+        try:
+            if fcntl is not None:
+                fcntl.flock(self._handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let others in."""
+        if self._handle in self._held:
+            self._held.remove(self._handle)
+            os.close(self._handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @classmethod
+    def _close_all(cls) -> None:
+        # a lock lasts until every process has closed it: forked ones, of data loaders say, must not outlive the owner
+        while cls._held:
+            os.close(cls._held.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=FolderLock._close_all)
 
 
 def reason(error: Exception) -> str:

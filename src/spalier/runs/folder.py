@@ -23,24 +23,6 @@ from spalier.errors import RunError, TaskFileError
 from spalier.runs.config import FREE, Settings
 from spalier.runs.fields import differences, in_words
 
-try:
-    import fcntl
-except ImportError:  # Windows: two processes in one folder are not noticed there
-    fcntl = None  # type: ignore[assignment]
-
-
-_HELD: set[int] = set()
-
-
-def _let_go() -> None:
-    """A forked process, one that loads data say, must not keep the lock when the run has died."""
-    while _HELD:
-        os.close(_HELD.pop())
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
-
 
 class RunFolder:
     """The files of one run."""
@@ -83,21 +65,15 @@ class RunFolder:
         """Keep other processes out for as long as the run goes."""
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            if fcntl is not None:
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise RunError(
-                        "busy",
-                        f"another process is working in {str(self.path)!a}; wait for it, or use another folder",
-                    ) from None
-            _HELD.add(handle)
+            try:
+                lock = files.FolderLock(self.path, wait=False)
+            except BlockingIOError:
+                raise RunError(
+                    "busy",
+                    f"another process is working in {str(self.path)!a}; wait for it, or use another folder",
+                ) from None
+        with lock:
             yield
-        finally:
-            _HELD.discard(handle)
-            os.close(handle)
 
     def write(self, path: Path, data: bytes) -> None:
         """Put a file in place, whole or not at all."""

@@ -112,7 +112,7 @@ class Store:
         target = self.path(task.name if name is None else name)
         task = replace(task, description=replace(task.description, name=name or task.name))
         data = task.to_bytes(storage=storage)
-        with files.locked(self.folder):
+        with self._lock():
             files.sweep(self.folder)
             for other in self:
                 if other.lower() == target.name.removesuffix(SUFFIX).lower():
@@ -126,7 +126,7 @@ class Store:
     def remove(self, name: str) -> None:
         """Take a task out of the store."""
         path = self.path(name)
-        with files.locked(self.folder):
+        with self._lock():
             try:
                 path.unlink()
                 files.sync_folder(self.folder)
@@ -162,6 +162,14 @@ class Store:
         from spalier.tasks.hub import pull
 
         return pull(self, repository, name, **options)
+
+    def _lock(self) -> files.FolderLock:
+        try:
+            return files.FolderLock(self.folder)
+        except OSError as error:
+            raise TaskFileError(
+                "write", f"{str(self.folder)!a} cannot be locked for writing: {files.reason(error)}"
+            ) from error
 
     def _listing(self, base: Base | None) -> Listing:
         found = Listing()
