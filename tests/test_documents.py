@@ -30,6 +30,7 @@ ONLY_ELSEWHERE = {
     r"spalier train .*--weights resnet50\.pth .*": "weights that the reader downloads",
     r'python -c "import torchvision as tv; .*"': "where they are",
     r"RAY_ADDRESS=auto spalier sweep .*--place ray": "a cluster; a local Ray is in tests/runs/test_sweep.py",
+    r".*_SPALIER_COMPLETE=[a-z]+_source spalier.*": "for a shell; tests/cli/test_command_line.py completes a word",
     r"python3 dev\.py [a-z-]+": "looked up in dev.py",
     r"python3 dev\.py paper .*": "hours; its smallest cells are in tests/experiments",
 }
@@ -67,7 +68,6 @@ def test_a_page_does_what_it_says(page, tmp_path, monkeypatch, hub):
     folder = tmp_path / "page"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     names: dict[str, object] = {}
     for language, block in blocks(page):  # each goes on where the one before it ended
         if language == "python" and page not in ELSEWHERE:

@@ -33,8 +33,7 @@ LAYERS = [
     {"scheduling"},
     {"tasks", "networks", "data"},
     {"runs", "integrations", "benching"},
-    {"reporting", "doctor"},
-    {"demo"},
+    {"reporting"},
     {"cli"},
     {"__main__"},
 ]
@@ -119,11 +118,8 @@ REPORTING_LAYERS = [
     {"write"},
 ]
 CLI_LAYERS = [
-    {"state"},
-    {"opening", "failing", "completing", "exporting", "demo"},
-    {"evaluating", "tasks", "measuring", "looking", "training"},
-    {"switching"},
-    {"main"},
+    {"main", "opening", "demo"},
+    {"commands", "task_commands"},
 ]
 PACKAGES = {
     "adapters": ADAPTER_LAYERS,
@@ -135,7 +131,6 @@ PACKAGES = {
     "data": DATA_LAYERS,
     "integrations": INTEGRATIONS_LAYERS,
     "benching": [{"backends", "results"}, {"measuring"}],
-    "doctor": [{"probes", "catalogue"}, {"trials"}, {"examination"}],
     "cli": CLI_LAYERS,
     "reporting": REPORTING_LAYERS,
 }

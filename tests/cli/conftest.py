@@ -13,13 +13,6 @@ SETTINGS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def own_logs(tmp_path, monkeypatch):
-    """Logs of errors go where the test can look."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state" / "spalier"
-
-
 @pytest.fixture
 def spalier(capsys):
     return lambda *arguments: call(capsys, *arguments)

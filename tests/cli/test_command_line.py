@@ -1,20 +1,24 @@
-"""What all commands have in common: help, exit codes, errors in one line, logs, JSON."""
+"""What all commands have in common: help, exit codes, errors in one line, completion, JSON."""
 
 import json
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import tomllib
+import warnings
 from pathlib import Path
 
 import click
 import pytest
 
 import spalier as package
-from spalier.cli.main import COMMANDS, EXIT_CODES, cli
-from spalier.cli.state import State
+from spalier.cli.commands import LIBRARIES
+from spalier.cli.main import COMMANDS, EXIT_CODES, Console, cli
+from spalier.networks import open_network
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/golden/command_line.txt"
@@ -75,7 +79,7 @@ def test_the_options_are_the_golden_ones():
 
 
 def test_there_is_every_command_that_was_promised():
-    promised = ["demo", "trace", "train", "sweep", "eval", "switch", "bench", "report", "doctor"]
+    promised = ["demo", "trace", "train", "sweep", "eval", "bench", "report", "env"]
     tasks = ["info", "verify", "build", "export", "push", "pull", "list"]
     assert {f"spalier {name}" for name in promised} | {f"spalier task {name}" for name in tasks} <= set(
         LEAVES
@@ -89,13 +93,13 @@ def test_every_command_has_help(name, spalier):
     assert called.code == 0
     assert called.out.startswith(f"Usage: {name}")
     if name in LEAVES:
-        assert f"    {name} " in called.out or f"    {name}\n" in called.out or f"$({name}" in called.out
+        assert f"    {name} " in called.out or f"    {name}\n" in called.out
 
 
-@pytest.mark.parametrize("name", [name for name in LEAVES if name != "spalier completion"])
+@pytest.mark.parametrize("name", LEAVES)
 def test_examples_are_commands_that_exist(name):
     """Each example parses: its options are options, its command is one."""
-    for line in re.findall(r"^  (?:echo \S+ \| )?(spalier .*)$", LEAVES[name].epilog, re.MULTILINE):
+    for line in re.findall(r"^  (spalier .*)$", LEAVES[name].epilog, re.MULTILINE):
         words = line.split("#")[0].split()[1:]
         command, context = cli, click.Context(cli, info_name="spalier")
         while isinstance(command, click.Group):
@@ -120,7 +124,7 @@ def test_exit_codes_are_documented(spalier):
         (["train"], "Missing option '--folder'"),
         (["train", "--folder", "new"], "give a CONFIG file, or settings"),
         (["trace", "resnet8"], "Missing option '--shape'"),
-        (["trace", "resnet8", "--shape", "3,x"], "'3,x' is no shape"),
+        (["trace", "resnet8", "--shape", "3,x"], "'3,x', expected numbers such as 3,224,224"),
         (["bench", "resnet8"], "Missing argument 'TASK...'"),
         (["bench", "resnet8", "t", "--batch", "0"], "expected numbers such as 1,64"),
         (["bench", "resnet8", "t", "--backends", "fast"], "expected some of eager,compiled,onnxruntime"),
@@ -133,7 +137,7 @@ def test_exit_codes_are_documented(spalier):
         (["bench", "resnet8", "t", "--threads", "100000"], "is not in the range"),
     ],
 )
-def test_wrong_usage(arguments, words, spalier, own_logs, tmp_path, monkeypatch):
+def test_wrong_usage(arguments, words, spalier, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     called = spalier(*arguments)
     assert called.code == 2
@@ -141,7 +145,6 @@ def test_wrong_usage(arguments, words, spalier, own_logs, tmp_path, monkeypatch)
     assert called.err.count("\n") == 1
     assert "--help" in called.err
     assert not called.out
-    assert not own_logs.exists()
     assert not Path("new").exists()
 
 
@@ -163,7 +166,7 @@ def test_wrong_usage(arguments, words, spalier, own_logs, tmp_path, monkeypatch)
         (["sweep", "empty.yaml", "--over", "seed=0,1", "--folder", "new"], "empty.yaml has no settings"),
     ],
 )
-def test_errors_are_one_line_with_a_log(arguments, words, spalier, own_logs, tmp_path, monkeypatch):
+def test_errors_are_one_line(arguments, words, spalier, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("empty.yaml").write_text("# nothing yet\n")
     called = spalier(*arguments)
@@ -171,12 +174,8 @@ def test_errors_are_one_line_with_a_log(arguments, words, spalier, own_logs, tmp
     lines = [line for line in called.err.splitlines() if not line.startswith("note: ")]
     assert len(lines) == 1
     assert words in lines[0]
-    (log,) = own_logs.iterdir()
-    assert lines[0].endswith(f"(log: {log})")
-    written = log.read_text()
-    assert f"$ spalier {' '.join(arguments)}" in written
-    assert "Traceback" in written
-    assert package.__version__ in written
+    assert lines[0].startswith("spalier: ")
+    assert not called.out
 
 
 def test_an_empty_folder_is_an_empty_store(spalier, tmp_path):
@@ -185,11 +184,11 @@ def test_an_empty_folder_is_an_empty_store(spalier, tmp_path):
     assert called.json == {"tasks": []}
 
 
-def test_errors_as_json(spalier, own_logs):
+def test_errors_as_json(spalier):
     called = spalier("trace", "resnet19", "--shape", "3,8,8", "--json")
     assert called.code == 1
     assert called.json["error"]["code"] == "network"
-    assert Path(called.json["error"]["log"]).is_file()
+    assert called.err == f"spalier: {called.json['error']['message']}\n"
     assert spalier("trace", "resnet8", "--json").json["error"]["code"] == "usage"
 
 
@@ -209,54 +208,34 @@ def test_a_defect_is_said_to_be_one(spalier, monkeypatch):
     assert called.err.startswith("spalier: ZeroDivisionError: division by zero; this was not expected")
 
 
-def test_old_logs_are_thrown_away(spalier, own_logs):
-    own_logs.mkdir(parents=True)
-    for number in range(30):
-        (own_logs / f"spalier-20000101-0000{number:02}-1.log").write_text("old")
-    spalier("trace", "resnet19", "--shape", "3,8,8")
-    assert len(list(own_logs.iterdir())) == 20
-
-
-def test_a_log_goes_elsewhere_where_its_folder_cannot_be(spalier, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    called = spalier("trace", "resnet19", "--shape", "3,8,8")
-    (log,) = tmp_path.glob("spalier-*.log")
-    assert str(log) in called.err
-
-
-def test_a_log_of_everything(spalier, tmp_path):
-    log = tmp_path / "all.log"
-    assert spalier("--log", log, "trace", "resnet8", "--shape", "3,8,8").code == 0
-    assert log.exists()
-    called = spalier("--log", tmp_path / "absent" / "a.log", "trace", "resnet8", "--shape", "3,8,8")
-    assert called.code == 2
-    assert "cannot be written" in called.err
-
-
 def test_the_version(spalier):
     assert spalier("--version").out == f"spalier {package.__version__}\n"
 
 
 def test_listening_ends_with_the_call(spalier):
-    import logging
-
-    before = [
-        (name, logging.getLogger(name).handlers[:], logging.getLogger(name).level)
-        for name in ("spalier", "py.warnings")
-    ]
+    logger = logging.getLogger("spalier")
+    before = logger.handlers[:], logger.level, logger.propagate, warnings.filters[:]
     spalier("trace", "resnet8", "--shape", "3,8,8")
-    after = [
-        (name, logging.getLogger(name).handlers[:], logging.getLogger(name).level)
-        for name in ("spalier", "py.warnings")
-    ]
-    assert before == after
+    assert before == (logger.handlers[:], logger.level, logger.propagate, warnings.filters[:])
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [((), "note: heed\n"), (("-q",), ""), (("--debug",), "note: heed\nnote: detail\n")],
+)
+def test_what_the_library_logs_is_a_note(options, shown, spalier, monkeypatch):
+    def logging_open(*_, **__):
+        logging.getLogger("spalier").warning("heed")
+        logging.getLogger("spalier").debug("detail")
+        return real("resnet8")
+
+    real = open_network
+    monkeypatch.setattr("spalier.networks.open_network", logging_open)
+    assert spalier("trace", "resnet8", "--shape", "3,8,8", *options).err == shown
 
 
 def test_a_result_is_one_document(capsys):
-    with State(["--json"]) as state:
-        state.show("for people", {"a": [1]})
+    Console(as_json=True).show("for people", {"a": [1]})
     assert json.loads(capsys.readouterr().out) == {"a": [1]}
 
 
@@ -294,7 +273,7 @@ def test_interrupted_and_gone_on_with(tmp_path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert err.splitlines()[-1] == "interrupted"
+    assert err.splitlines()[-1] == "spalier: interrupted"
     assert "Traceback" not in err
     assert (folder / "checkpoint.safetensors").exists()
 
@@ -337,7 +316,7 @@ def test_an_interruption_that_a_library_hides(name, spalier, monkeypatch):
     as_json = ["--json"] if name == "interrupted" else []
     called = spalier("trace", "resnet8", "--shape", "3,8,8", *as_json)
     assert called.code == 130
-    assert called.err == "interrupted\n"
+    assert called.err == "spalier: interrupted\n"
     if as_json:
         assert called.json["error"]["code"] == "interrupted"
 
@@ -352,32 +331,27 @@ def test_what_a_network_prints_is_no_part_of_the_document(spalier, tmp_path, mon
     assert "hello" in called.err
 
 
-def test_no_home_no_room_and_no_streams(tmp_path):
+def test_no_streams(tmp_path):
     """Whatever is missing around it, an error is one line."""
     code = (
-        "import os, sys, tempfile, pathlib, torch, spalier.networks\n"
-        "def none(*_): raise RuntimeError('no home')\n"
-        "def full(): raise FileNotFoundError('no usable temporary directory')\n"
-        "pathlib.Path.home, tempfile.gettempdir = none, full\n"
+        "import sys, torch\n"
         "from spalier.cli.main import main\n"
         "code = main(['trace', 'resnet19', '--shape', '3,8,8'])\n"
         "sys.stdin = sys.stdout = None\n"
         "code += main(['--version'])\n"
         "sys.exit(code)\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "XDG_STATE_HOME"}
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
-    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert found.returncode == 1, found.stderr
-    assert found.stderr.strip().endswith("(no log could be written)")
+    assert found.stderr.startswith("spalier: there is no network")
     assert found.stderr.count("\n") == 1
 
 
-def test_a_full_disk_behind_the_output(tmp_path):
+@pytest.mark.parametrize("arguments", [["--version"], ["env", "--json"]])
+def test_a_full_disk_behind_the_output(arguments):
     with Path("/dev/full").open("w") as full:
         process = subprocess.run(
-            [sys.executable, "-m", "spalier", "completion", "fish"],
+            [sys.executable, "-m", "spalier", *arguments],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
@@ -397,6 +371,60 @@ def test_memory_that_ran_out_is_no_defect(spalier, monkeypatch):
     called = spalier("trace", "resnet8", "--shape", "3,8,8", "--json")
     assert called.json["error"]["code"] == "memory"
     assert "frame" not in called.err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_click_completes_for_shells(shell):
+    command = [sys.executable, "-m", "spalier"]
+    environment = {**os.environ, "_SPALIER_COMPLETE": f"{shell}_source"}
+    script = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    assert f"_SPALIER_COMPLETE={shell}_complete" in script
+    words, word = ("spalier", "ta") if shell == "fish" else ("spalier ta", "1")
+    environment |= {"_SPALIER_COMPLETE": f"{shell}_complete", "COMP_WORDS": words, "COMP_CWORD": word}
+    found = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    assert "task" in found
+
+
+def test_env_shows_what_is_installed_and_what_is_missing(spalier, monkeypatch):
+    from importlib import metadata
+
+    real = metadata.version
+
+    def version(name):
+        if name == "ray":
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    called = spalier("env", "--json")
+    assert called.code == 0
+    assert called.json["spalier"] == package.__version__
+    assert called.json["libraries"]["numpy"] == real("numpy")
+    assert called.json["libraries"]["ray"] is None
+    text = spalier("env").out
+    assert re.search(r"^ray +missing +sweeps on a cluster +pip install 'spalier\[ray\]'$", text, re.MULTILINE)
+    assert f"torch: {called.json['torch']}" in text
+    assert called.json["threads"] >= 1
+
+
+def test_env_works_where_torch_does_not(spalier, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "spalier.timing", raising=False)
+    called = spalier("env", "--json")
+    assert called.code == 0
+    assert called.json["torch"].startswith("cannot be imported: ModuleNotFoundError")
+    assert called.json["libraries"]["torch"]
+
+
+def test_env_names_every_library_of_the_extras():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for extra in ("cli", "hub", "onnx", "ray", "report", "train"):
+        for requirement in extras[extra]:
+            name = re.match(r"[\w-]+", requirement)[0]
+            assert name == "spalier" or LIBRARIES[name][1] == f"spalier[{extra}]"
+    for requirement in project["dependencies"]:
+        assert LIBRARIES[re.match(r"[\w-]+", requirement)[0]]
 
 
 if __name__ == "__main__":

@@ -1,48 +1,98 @@
-"""`spalier`: the group of commands, and what becomes of errors."""
+"""`spalier`: the group of commands, what they print where, and what becomes of errors."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
 
 import click
 
 import spalier
-from spalier.cli.failing import failed, interrupted, misused
-from spalier.cli.state import State
 from spalier.errors import SpalierError
 
 COMMANDS = {
-    "demo": "demo",
-    "trace": "looking",
-    "train": "training",
-    "sweep": "training",
-    "eval": "evaluating",
-    "task": "tasks",
-    "switch": "switching",
-    "bench": "measuring",
-    "report": "looking",
-    "doctor": "looking",
-    "completion": "completing",
+    "demo": "commands",
+    "trace": "commands",
+    "train": "commands",
+    "sweep": "commands",
+    "eval": "commands",
+    "task": "task_commands",
+    "bench": "commands",
+    "report": "commands",
+    "env": "commands",
 }
-"""Where each command is: its module is imported when the command is called, so that help is quick."""
+"""The module of each command, in the order in which one meets them. It is imported when the command is called."""
 
 EXIT_CODES = {
     0: "done",
-    1: "failed: one line says what, why and what to do, and names a log file",
+    1: "failed: one line says what was found, what was expected and what to do",
     2: "wrong usage: a command, an option or a value that cannot be",
-    3: "done, and something did not pass: a task, a run of a sweep, what the doctor needs",
+    3: "done, and something did not pass: a task file, or a run of a sweep",
     130: "interrupted; a run goes on when it is called again",
-    143: "ended by SIGTERM, as well",
+    143: "ended by SIGTERM; a run goes on when it is called again",
 }
+GLOBAL_OPTIONS = ("--debug", "--quiet", "-q")
+
+
+class Console:
+    """Where one call of the command line prints: results to standard output, all else to standard error."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+        self.debug = False
+        self.quiet = False
+        self.interrupted = False
+        self.out = sys.stdout
+
+    def note(self, text: str) -> None:
+        """Print something worth knowing that is no result."""
+        if not self.quiet:
+            click.echo(text, err=True)
+
+    def show(self, text: object, data: Any) -> None:
+        """Print a result: text for people, or with --json one document for programs."""
+        printed = json.dumps(data, indent=1, allow_nan=False) if self.as_json else str(text)
+        click.echo(printed, file=self.out)
+
+    def fail(self, exit_code: int, code: str, message: str) -> int:
+        """Print an error, as a document too where one was asked for; its exit code."""
+        if self.as_json:
+            self.show("", {"error": {"code": code, "message": message}})
+        click.echo(f"spalier: {message}", err=True)
+        return exit_code
+
+    @contextlib.contextmanager
+    def remember_interrupt(self) -> Iterator[None]:
+        """Note a Ctrl-C: a library that is interrupted in the middle of an import may raise something else."""
+        if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
+            yield
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self.interrupted = True
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
 
 
 class Commands(click.Group):
-    """The commands in the order in which one meets them."""
+    """The commands, imported one at a time, so that help does not wait for torch."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All names."""
@@ -63,57 +113,109 @@ class Commands(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 @click.version_option(spalier.__version__, prog_name="spalier", message="%(prog)s %(version)s")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.option("--debug", is_flag=True, help="Show tracebacks, and all that libraries log and warn of.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress and no notes; results and errors only.")
-@click.option("--log", type=click.Path(dir_okay=False), help="Write everything that happens to this file.")
-@click.pass_obj
-def cli(state: State, debug: bool, quiet: bool, log: str | None) -> None:
+@click.pass_context
+def cli(ctx: click.Context, debug: bool, quiet: bool) -> None:
     """One frozen network, many tasks: each keeps some of its channels, and a low-rank correction, in a tiny file.
 
     Begin with `spalier demo`; `spalier COMMAND --help` has examples.
     """
-    state.begin_(debug=debug, quiet=quiet, log=log)
+    ctx.obj.debug, ctx.obj.quiet = debug, quiet
+    ctx.with_resource(
+        _library_messages(logging.DEBUG if debug else logging.ERROR if quiet else logging.WARNING)
+    )
+
+
+@contextlib.contextmanager
+def _library_messages(level: int) -> Iterator[None]:
+    """What the library logs is a note on standard error; warnings of other libraries are shown for debugging only."""
+    logger = logging.getLogger("spalier")
+    before = logger.level, logger.propagate
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("note: %(message)s"))
+    with warnings.catch_warnings():
+        if level > logging.DEBUG and not sys.warnoptions:
+            warnings.simplefilter("ignore")
+        logger.addHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = False
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.level, logger.propagate = before
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry a command out; its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    _open_streams_()
-    with contextlib.suppress(OSError):
-        here = str(Path.cwd())  # module:function may be here; it is never found before what is installed
+    _replace_closed_streams()
+    with contextlib.suppress(OSError):  # the working directory may be gone
+        here = str(Path.cwd())
         if here not in sys.path:
-            sys.path.append(here)
-    with State(given) as state, state.interruptions():
+            sys.path.append(here)  # module:function may lie here; last, so that it hides nothing installed
+    # The flag is looked up before click parses anything, so that errors of usage are documents too.
+    console = Console(as_json="--json" in given)
+    # What a network of the user's prints is no part of the document.
+    prints = contextlib.redirect_stdout(sys.stderr) if console.as_json else contextlib.nullcontext()
+    with prints, console.remember_interrupt():
         try:
-            code = cli.main(_globals_first(given), prog_name="spalier", standalone_mode=False, obj=state)
-            state.out.flush()
+            code = cli.main(_globals_first(given), prog_name="spalier", standalone_mode=False, obj=console)
+            console.out.flush()
             return code if isinstance(code, int) else 0
         except click.exceptions.NoArgsIsHelpError as error:
-            click.echo(error.ctx.get_help() if error.ctx else str(error), err=True)
+            click.echo(error.format_message(), err=True)
             return 2
-        except click.UsageError as error:
-            return misused(error, state)
-        except (KeyboardInterrupt, click.Abort):
-            return interrupted(state)
-        except BrokenPipeError:  # whoever read has enough, as `head` does
-            _close_output_()
+        except (Exception, KeyboardInterrupt) as error:
+            return _failed(error, console)
+
+
+def _failed(error: Exception | KeyboardInterrupt, console: Console) -> int:
+    """Say in one line what went wrong; the exit code."""
+    if console.debug:
+        traceback.print_exception(error)
+    if console.interrupted or isinstance(error, KeyboardInterrupt | click.Abort):
+        return console.fail(130, "interrupted", "interrupted")
+    if isinstance(error, click.UsageError):
+        command = "spalier" if error.ctx is None else error.ctx.command_path
+        return console.fail(2, "usage", f"{_one_line(error.format_message())} See '{command} --help'.")
+    if isinstance(error, OSError) and error.filename is None:
+        _discard_output(console.out)
+        if isinstance(error, BrokenPipeError):  # whoever read has enough, as `head` does
             return 1
-        except SpalierError as error:
-            return failed(error, error.code, state)
-        except Exception as error:
-            if isinstance(error, OSError) and error.filename is None and not state.interrupted:
-                _close_output_()
-            return interrupted(state) if state.interrupted else failed(error, "unexpected", state)
+    return console.fail(1, *_described(error))
 
 
-def _close_output_() -> None:
-    """What is left to be written cannot be; nobody is to try again at the end."""
+def _described(error: BaseException) -> tuple[str, str]:
+    """A code for programs and a message for people."""
+    message = _one_line(str(error)) or type(error).__name__
+    if isinstance(error, SpalierError):
+        return error.code, message
+    # PyTorch raises plain RuntimeErrors where memory runs out.
+    if isinstance(error, MemoryError) or "allocate memory" in message or "out of memory" in message.lower():
+        return "memory", f"memory ran out: {message[:200]}; ask for smaller inputs, batches or networks"
+    if isinstance(error, OSError) and error.strerror:
+        return "system", f"{error.filename or 'the output'} cannot be used: {error.strerror}"
+    return "unexpected", (
+        f"{type(error).__name__}: {message}; this was not expected, so it may be a defect of Spalier or of code of "
+        "yours that it runs: --debug shows where"
+    )
+
+
+def _one_line(text: str) -> str:
+    """A message without line breaks, and without the frames that PyTorch's C++ adds to its own."""
+    return " ".join(text.split()).partition(" Exception raised from ")[0].partition(" frame #")[0]
+
+
+def _discard_output(out: TextIO) -> None:
+    """Python writes what is left in standard output at its exit: there it must not fail a second time."""
     with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
-def _open_streams_() -> None:
-    """A stream that was closed is an empty one."""
+def _replace_closed_streams() -> None:
+    """A stream that was closed, as by a service manager, is None in Python; an empty one takes its place."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115 - for good
@@ -122,19 +224,29 @@ def _open_streams_() -> None:
 def _globals_first(given: list[str]) -> list[str]:
     """The options of all commands may stand behind a command too.
 
-    >>> _globals_first(["train", "--debug", "--folder", "x", "--log", "f"])
-    ['--debug', '--log', 'f', 'train', '--folder', 'x']
+    >>> _globals_first(["train", "--debug", "--folder", "x"])
+    ['--debug', 'train', '--folder', 'x']
     """
-    front: list[str] = []
-    rest: list[str] = []
-    words = iter(given)
-    for word in words:
-        if word == "--":
-            rest += [word, *words]
-        elif word in ("--debug", "--quiet", "-q") or word.startswith("--log="):
-            front.append(word)
-        elif word == "--log":
-            front += [word, *([value] if (value := next(words, None)) is not None else [])]
-        else:
-            rest.append(word)
-    return front + rest
+    end = given.index("--") if "--" in given else len(given)
+    moved = [word for word in given[:end] if word in GLOBAL_OPTIONS]
+    return moved + [word for word in given[:end] if word not in GLOBAL_OPTIONS] + given[end:]
+
+
+# what the modules of commands share
+
+
+def pass_console(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the console as its first argument."""
+    return click.pass_obj(command)
+
+
+def json_option(command: Any) -> Any:
+    """``--json``. The console knows it already, so commands do not get it."""
+    return click.option(
+        "--json", "as_json", is_flag=True, expose_value=False, help="Print one JSON document instead of text."
+    )(command)
+
+
+def examples(*lines: str) -> str:
+    """The end of a command's help."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 import click
 
+import spalier
 from spalier.errors import ConfigError, RunError, TaskFileError, WeightsError
 
 if TYPE_CHECKING:
@@ -19,119 +20,96 @@ if TYPE_CHECKING:
     from spalier.tasks.task import Task
 
 SUFFIX = ".task.safetensors"
-_BASE = (
-    "A network's name (resnet8, resnet20, resnet18, resnet34, resnet50, torchvision:NAME, timm:NAME, hf:NAME, "
-    "module:function), or the folder of a run, which names network, options and weights."
-)
+
+
+# networks
 
 
 def base_options(command: Any) -> Any:
     """The options that name a base."""
-    for option in reversed(
-        (
-            click.option("--base", help=f"{_BASE} By default the run that the task file lies in."),
-            *_NETWORK_OPTIONS,
-        )
-    ):
-        command = option(command)
-    return command
+    text = (
+        "A network's name (resnet8, resnet20, resnet18, resnet34, resnet50, torchvision:NAME, timm:NAME, hf:NAME, "
+        "module:function), or the folder of a run, which names network, options and weights. By default the run "
+        "that the task file lies in."
+    )
+    return click.option("--base", help=text)(network_options(command))
 
 
 def network_options(command: Any) -> Any:
     """The options of a network that is named by an argument."""
-    for option in reversed(_NETWORK_OPTIONS):
-        command = option(command)
-    return command
-
-
-_NETWORK_OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    click.option(
+    weights = click.option(
         "--weights", type=click.Path(dir_okay=False), help="Its weights: safetensors, or .pth of tensors."
-    ),
-    click.option(
+    )
+    classes = click.option(
         "--classes", type=click.IntRange(1), help="How many classes it has; by default its own number."
-    ),
-    click.option(
+    )
+    others = click.option(
         "--option",
         "options",
         multiple=True,
         metavar="KEY=VALUE",
         help="What else its constructor takes; repeatable.",
-    ),
-)
+    )
+    return weights(classes(others(command)))
 
 
 def open_base(
-    base: str | None,
-    file: Path | None = None,
+    base: str,
     *,
     weights: str | None = None,
     classes: int | None = None,
     options: Sequence[str] = (),
 ) -> nn.Module:
-    """The network that a command is about: as it is named, or that of the run which a task's file lies in."""
+    """The network that a command is about: by its name, or that of a run."""
     from spalier.networks import open_network
 
-    found = base if base is not None or file is None else run_beside(file)
-    assert found is not None
-    config = run_of(found)
-    if config is None:
-        return open_network(found, classes=classes, weights=weights, **_options(options))
+    run = run_in(Path(base))
+    if run is None:
+        if Path(base).is_dir():
+            raise ConfigError(
+                f"{base} is a folder without a run in it (run.yaml); expected a run or a network's name"
+            )
+        return open_network(base, classes=classes, weights=weights, **_constructor_options(options))
     if options:
-        raise click.UsageError(f"--option is for a network's name, and {found} is a run, which has options.")
-    if config.network.startswith("given:"):
+        raise click.UsageError(f"--option is for a network's name, and {base} is a run, which has options.")
+    if run.network.startswith("given:"):
         raise ConfigError(
-            f"the run in {found} was given its network as an object ({config.network.partition(':')[2]}), which no "
+            f"the run in {base} was given its network as an object ({run.network.partition(':')[2]}), which no "
             "file can name; pass --base module:function, and --weights"
         )
-    if weights is None and config.weights is not None and not Path(config.weights).is_file():
+    if weights is None and run.weights is not None and not Path(run.weights).is_file():
         raise WeightsError(
-            f"{found}/run.yaml names the weights {config.weights}, and there is no such file here; pass --weights"
+            f"{base}/run.yaml names the weights {run.weights}, and there is no such file here; pass --weights"
         )
     return open_network(
-        config.network,
-        classes=classes or _classes_of(Path(found)),
-        weights=weights or config.weights,
-        seed=config.seed,
-        **config.network_options,
+        run.network,
+        classes=classes or _class_count(Path(base)),
+        weights=weights or run.weights,
+        seed=run.seed,
+        **run.network_options,
     )
 
 
-def _options(given: Sequence[str]) -> dict[str, Any]:
-    """What else a network's constructor takes."""
-    found = dict(map(_pair, given))
-    for name in ("name", "seed", "classes", "weights"):
+def _constructor_options(given: Sequence[str]) -> dict[str, Any]:
+    found = {name: _value(raw) for name, raw in (_split(text, "--option") for text in given)}
+    for name in ("name", "seed", "classes", "weights"):  # arguments of open_network itself
         if name in found:
             instead = f"; there is --{name}" if name in ("classes", "weights") else ""
             raise click.UsageError(f"{name} is no option of a network{instead}.")
     return found
 
 
-def run_beside(file: Path) -> str:
-    """The run in whose folder a task lies. Its file must not name code to run: it may come from elsewhere."""
-    folder = file.resolve().parent.parent
-    config = run_in(folder)
-    if config is None:
-        raise click.UsageError(
-            "--base is missing: the network that the tasks were learned on, or its run's folder."
-        )
-    library, colon, _ = config.network.partition(":")
-    if colon and library not in ("torchvision", "timm", "hf", "given"):
-        raise click.UsageError(
-            f"{folder} says that its network is made by code ({config.network}); where you trust it, pass "
-            f"--base {folder}."
-        )
-    return str(folder)
+def _class_count(run: Path) -> int | None:
+    """How many classes a run learns: random weights that it may have started from depend on that."""
+    try:
+        return len(json.loads((run / "blocks" / "00.json").read_text("utf-8"))["classes"]) or None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            "folder", f"{run} does not say how many classes it has (blocks/00.json): {error}; pass --classes"
+        ) from error
 
 
-def run_of(text: str) -> Settings | None:
-    """The settings of a run, where a text is its folder; None where it is a network's name."""
-    found = run_in(Path(text))
-    if found is None and Path(text).is_dir():
-        raise ConfigError(
-            f"{text} is a folder without a run in it (run.yaml); expected a run or a network's name"
-        )
-    return found
+# runs
 
 
 def run_in(folder: Path) -> Settings | None:
@@ -143,19 +121,29 @@ def run_in(folder: Path) -> Settings | None:
     return Settings.load(folder)
 
 
-def _classes_of(run: Path) -> int | None:
-    """How many classes a run learns: it may have started from random weights, which depend on that."""
-    try:
-        return len(json.loads((run / "blocks" / "00.json").read_text("utf-8"))["classes"]) or None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(
-            "folder", f"{run} does not say how many classes it has (blocks/00.json): {error}; pass --classes"
-        ) from error
+def run_beside(file: Path) -> str:
+    """The run in whose folder a task lies. Its file must not name code to run: it may come from elsewhere."""
+    folder = file.resolve().parent.parent
+    run = run_in(folder)
+    if run is None:
+        raise click.UsageError(
+            "--base is missing: the network that the tasks were learned on, or its run's folder."
+        )
+    library, colon, _ = run.network.partition(":")
+    if colon and library not in ("torchvision", "timm", "hf", "given"):
+        raise click.UsageError(
+            f"{folder} says that its network is made by code ({run.network}); where you trust it, pass "
+            f"--base {folder}."
+        )
+    return str(folder)
+
+
+# tasks
 
 
 def task_files(given: Sequence[str]) -> list[Path]:
-    """The files of task arguments: each a file, or a folder of them, or a run."""
-    found: list[Path] = []
+    """The files of task arguments, each once: an argument is a file, a folder of them, or a run."""
+    found: dict[Path, Path] = {}
     for text in given:
         path = Path(text)
         if (path / "run.yaml").is_file():
@@ -165,12 +153,13 @@ def task_files(given: Sequence[str]) -> list[Path]:
             raise TaskFileError(
                 "missing", f"{text} has no task files (*{SUFFIX}); expected a file or a store"
             )
-        found += inside
-    return found
+        for file in inside:
+            found.setdefault(file.resolve(), file)
+    return list(found.values())
 
 
 def _by_density(path: Path) -> tuple[str, float]:
-    """Tasks of a run, whole ones first."""
+    """Tasks of a run, the densest first."""
     stem = path.name.removesuffix(SUFFIX)
     name, _, density = stem.rpartition("-")
     try:
@@ -179,59 +168,78 @@ def _by_density(path: Path) -> tuple[str, float]:
         return stem, float("-inf")
 
 
-def load(file: Path) -> Task:
+def load_task(file: Path) -> Task:
     """A task, or an error that names its file."""
-    from spalier.tasks.task import Task
-
     try:
-        return Task.load(file)
+        return spalier.Task.load(file)
     except TaskFileError as error:
         raise TaskFileError(error.code, f"{file}: {error}") from error
 
 
-def named(files: Sequence[Path]) -> dict[str, Task]:
-    """Tasks by names that tell them apart; a file that is given twice counts once."""
+def load_tasks(files: Sequence[Path]) -> dict[str, Task]:
+    """Tasks by names that tell them apart: their own, or else their files'."""
     found: dict[str, Task] = {}
-    for file in dict.fromkeys(file.resolve() for file in files):
-        task = load(file)
-        found[task.name if task.name not in found else str(file)] = task
+    for file in files:
+        task = load_task(file)
+        found[task.name if task.name not in found else str(file.resolve())] = task
     return found
 
 
 def shape_of(text: str | None, tasks: Sequence[Task] = ()) -> tuple[int, ...]:
-    """The shape of one input: as typed, or the size that a task was learned at."""
+    """The shape of one input: as typed, or the size of the images that tasks were learned with."""
     if text is not None:
-        try:
-            shape = tuple(int(part) for part in text.split(","))
-        except ValueError:
-            shape = ()
-        if not shape or min(shape) < 1:
-            raise click.BadParameter(
-                f"{text!r} is no shape, expected numbers such as 3,224,224.", param_hint="--shape"
-            )
-        return shape
+        return numbers(text, "--shape", "3,224,224")
     sizes = {task.info().preprocessing.get("size") for task in tasks}
     if len(sizes) == 1 and type(size := sizes.pop()) is int:
         return (3, size, size)
     raise click.UsageError("--shape is missing: the shape of one input, such as 3,224,224.")
 
 
-def settings_of(given: Sequence[str], shortcuts: dict[str, Any]) -> dict[str, Any]:
-    """Settings from ``--set`` and the options that stand for some of them."""
-    from spalier.runs.config import Settings
+def numbers(text: str, option: str, example: str) -> tuple[int, ...]:
+    """Positive numbers with commas between them."""
+    found = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in found):
+        raise click.BadParameter(f"{text!r}, expected numbers such as {example}.", param_hint=option)
+    return tuple(map(int, found))
 
-    hints = get_type_hints(Settings)
-    found: dict[str, Any] = {name: value for name, value in shortcuts.items() if value is not None}
+
+# settings
+
+
+def read_config(config: str) -> dict[str, Any]:
+    """What a file of settings says; there has to be something."""
+    from spalier.runs.fields import read
+
+    found = read(Path(config))
+    if not found:
+        raise ConfigError(f"{config} has no settings; expected some, such as data: digits")
+    return found
+
+
+def settings_of(given: Sequence[str], shortcuts: dict[str, Any]) -> dict[str, Any]:
+    """Settings from ``--set``, and from the options that stand for some of them."""
+    found = {name: value for name, value in shortcuts.items() if value is not None}
     for text in given:
         name, raw = _split(text, "--set")
         if name in found:
             raise click.UsageError(f"{name} is set twice.")
-        found[name] = _setting(hints.get(name), raw)
+        found[name] = _setting(name, raw)
     return found
 
 
-def _setting(hint: Any, raw: str) -> Any:
+def values_of(text: str) -> tuple[str, list[Any]]:
+    """KEY=V1,V2 as a name and its values; a JSON list for values that have commas."""
+    name, raw = _split(text, "--over")
+    if raw.startswith("["):
+        return name, _value(raw)
+    return name, [_setting(name, part) for part in raw.split(",")]
+
+
+def _setting(name: str, raw: str) -> Any:
     """A value as its setting means it: text is text, 4,5,6 a list where a list is expected."""
+    from spalier.runs.config import Settings
+
+    hint = get_type_hints(Settings).get(name)
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if raw == "null" or raw.startswith("["):
         return _value(raw)
@@ -239,14 +247,7 @@ def _setting(hint: Any, raw: str) -> Any:
         if get_origin(kind) is tuple:
             of_text = get_args(kind)[0] is str
             return [part if of_text else _value(part) for part in raw.split(",")]
-    if str in kinds:
-        return raw
-    return _value(raw)
-
-
-def _pair(text: str, option: str = "--option") -> tuple[str, Any]:
-    name, raw = _split(text, option)
-    return name, _value(raw)
+    return raw if str in kinds else _value(raw)
 
 
 def _split(text: str, option: str) -> tuple[str, str]:
@@ -264,15 +265,3 @@ def _value(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise click.BadParameter(f"{text!r} cannot be read: {' '.join(str(error).split())}") from error
-
-
-def values_of(text: str) -> tuple[str, list[Any]]:
-    """KEY=V1,V2 as a name and its values; a JSON list for values that have commas."""
-    from spalier.runs.config import Settings
-
-    name, raw = _split(text, "--over")
-    if raw.startswith("["):
-        found = _value(raw)
-        return name, found if isinstance(found, list) else [found]
-    hint = get_type_hints(Settings).get(name)
-    return name, [_setting(hint, part) for part in raw.split(",")]

@@ -1,0 +1,352 @@
+"""`spalier task`: look at task files, check them, and make networks of them, for PyTorch and for other runtimes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import spalier
+from spalier.cli.main import Console, examples, json_option, pass_console
+from spalier.cli.opening import SUFFIX, base_options, load_task, open_base, run_beside, shape_of, task_files
+from spalier.errors import NetworkError, TaskFileError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from spalier.tasks.task import Task
+
+OUT_FILE = click.Path(dir_okay=False)
+TASK_FILE = click.argument("task", metavar="TASK", type=click.Path())
+
+
+@click.group()
+def task() -> None:
+    """Task files: list, look into, verify, build, export, push, pull."""
+
+
+@task.command("list", epilog=examples("spalier task list runs/digits/tasks"))
+@click.argument("store", type=click.Path(exists=True, file_okay=False))
+@json_option
+@pass_console
+def list_(console: Console, store: str) -> None:
+    """All tasks of a folder, with sizes and densities, and what they cost together."""
+    is_run = (Path(store) / "run.yaml").is_file()
+    opened = spalier.Store(Path(store) / "tasks" if is_run else store)
+    listing = opened.list()
+    runs = sorted(path.parent.name for path in Path(store).glob("*/run.yaml"))
+    if not listing and runs:
+        raise TaskFileError(
+            "missing", f"{store} is a folder of runs; name one of them, such as {store}/{runs[0]}"
+        )
+    text = str(listing)
+    if any(entry.is_sound for entry in listing):
+        text += f"\n\n{opened.report()}"
+    entries = [
+        {"name": entry.name, "bytes": entry.size}
+        | {"error": entry.error and entry.error.code, "info": entry.info and entry.info.to_dict()}
+        for entry in listing
+    ]
+    console.show(text, {"tasks": entries})
+
+
+@task.command(epilog=examples("spalier task info runs/digits/tasks/digits-50.task.safetensors"))
+@TASK_FILE
+@json_option
+@pass_console
+def info(console: Console, task: str) -> None:
+    """What a task file says of itself. No code in it runs."""
+    file = _one_file(task)
+    found = load_task(file).info()
+    size = file.stat().st_size
+    console.show(f"{found}\nfile  {size:,} bytes", {**found.to_dict(), "bytes": size})
+
+
+@task.command(
+    epilog=examples(
+        "spalier task verify runs/digits/tasks        # the files",
+        "spalier task verify runs/digits/tasks --base runs/digits     # and that they fit the base",
+    )
+)
+@click.argument("tasks", nargs=-1, required=True, metavar="TASK...")
+@base_options
+@json_option
+@pass_console
+def verify(console: Console, tasks: tuple[str, ...], base: str | None, **network: Any) -> int:
+    """Read files to the last byte; with --base, see that its values are those they were learned on, and build them.
+
+    The exit code is 3 where one is not sound.
+    """
+    from spalier.text import table
+
+    files = task_files(tasks)
+    net = None if base is None else open_base(base, **network)
+    errors: dict[Path, TaskFileError | None] = dict.fromkeys(files)
+    for file in files:
+        try:
+            found = spalier.Task.load(file)
+            if net is not None:
+                found.build(net, share=True)
+        except TaskFileError as error:
+            errors[file] = error
+    # A file's name may hold anything, escape codes of terminals too.
+    cells = [
+        [ascii(str(file))[1:-1], f"{error.code}: {error}" if error else "sound"]
+        for file, error in errors.items()
+    ]
+    rows = [
+        {"file": str(file), "sound": error is None}
+        | {"code": error and error.code, "error": error and str(error)}
+        for file, error in errors.items()
+    ]
+    console.show(table(["file", "state"], cells), {"tasks": rows, "base": base})
+    return 3 if any(errors.values()) else 0
+
+
+@task.command(
+    epilog=examples("spalier task build runs/digits/tasks/digits-50.task.safetensors -o small.pt"),
+)
+@TASK_FILE
+@base_options
+@click.option(
+    "--out", "-o", required=True, type=OUT_FILE, help="small.pt, the network, or .safetensors, its tensors."
+)
+@click.option("--fold", is_flag=True, help="Fold batch norms into the layers before them.")
+@json_option
+@pass_console
+def build(console: Console, task: str, base: str | None, out: str, fold: bool, **network: Any) -> None:
+    """Join a task with its base: a small, dense, ordinary network.
+
+    A .pt file is the module itself, as torch.save writes it: to load it, the code of its classes has to be there (that
+    of the base's library; Spalier's own for its built-in networks and for free writers). `spalier task export` is for
+    machines that have neither.
+    """
+    import torch
+    from safetensors.torch import save
+
+    from spalier import files
+
+    ending = _checked_ending(out, (".pt", ".safetensors"), task, network["weights"])
+    found, net, small = _build(task, base, fold, network)
+    if ending == ".pt":
+        buffer = io.BytesIO()
+        torch.save(small, buffer)
+        data, how = buffer.getvalue(), f'torch.load("{out}", weights_only=False)'
+    else:
+        data = save({name: value.clone().contiguous() for name, value in small.state_dict().items()})
+        how = "its tensors; the code is the base's"
+    files.write(Path(out), data)
+    before, after = spalier.count(net).parameters, spalier.count(small).parameters
+    console.show(
+        f"{out}: {len(data):,} bytes, {after:,} of {before:,} parameters; {how}",
+        {"out": out, "bytes": len(data), "parameters": after, "base_parameters": before, "task": found.name},
+    )
+
+
+@task.command(epilog=examples("spalier task push tasks/flowers.task.safetensors someone/flowers-tasks"))
+@TASK_FILE
+@click.argument("repository")
+@click.option("--private", is_flag=True, help="Make the repository private, where it does not exist.")
+@json_option
+@pass_console
+def push(console: Console, task: str, repository: str, private: bool) -> None:
+    """Upload a task and a card to the Hugging Face hub, with the token of `hf auth login`."""
+    file = _one_file(task)
+    address = spalier.Store(file.parent).push(file.name.removesuffix(SUFFIX), repository, private=private)
+    console.show(address, {"address": address})
+
+
+@task.command(epilog=examples("spalier task pull someone/flowers-tasks flowers --store tasks"))
+@click.argument("repository")
+@click.argument("name")
+@click.option("--store", default="tasks", type=click.Path(file_okay=False), help="The folder to put it in.")
+@click.option("--revision", help="A branch, tag or commit.")
+@json_option
+@pass_console
+def pull(console: Console, repository: str, name: str, store: str, revision: str | None) -> None:
+    """Download a task from the Hugging Face hub, check it, and add it to a store."""
+    path = spalier.Store(store).pull(repository, name, revision=revision)
+    console.show(path, {"path": str(path)})
+
+
+def _one_file(task: str) -> Path:
+    files = task_files([task])
+    if len(files) != 1:
+        raise click.UsageError(f"{task} holds {len(files)} tasks; name one of them, such as {files[0]}.")
+    return files[0]
+
+
+def _build(
+    task: str, base: str | None, fold: bool, network: dict[str, Any]
+) -> tuple[Task, nn.Module, nn.Module]:
+    """A task, its base, and the network that they make together."""
+    file = _one_file(task)
+    found = load_task(file)
+    net = open_base(base or run_beside(file), **network)
+    return found, net, found.build(net, fold=fold)
+
+
+def _checked_ending(out: str, known: tuple[str, ...], *read: str | None) -> str:
+    """How a file to write ends; what cannot be written, or would replace what is read, is refused before any work."""
+    path = Path(out)
+    if path.suffix not in known or out.endswith(SUFFIX):
+        raise click.BadParameter(
+            f"{out!r} is no name for it, expected one that ends in {', '.join(known)}.", param_hint="-o"
+        )
+    if not path.absolute().parent.is_dir():
+        raise click.BadParameter(
+            f"there is no folder {path.absolute().parent}; make it first.", param_hint="-o"
+        )
+    if any(other is not None and path.resolve() == Path(other).resolve() for other in read):
+        raise click.BadParameter(f"{out!r} is what is read; give another name.", param_hint="-o")
+    return path.suffix
+
+
+# export: a file is written, run by its runtime, and compared with PyTorch
+
+TOLERANCE = 1e-3
+"""How far outputs of a runtime may be from PyTorch's, as a share of the largest."""
+
+
+@task.command(
+    epilog=examples(
+        "spalier task export runs/digits/tasks/digits-50.task.safetensors -o small.onnx",
+        "spalier task export runs/digits/tasks/digits-50.task.safetensors -o small.pt2",
+    )
+)
+@TASK_FILE
+@base_options
+@click.option(
+    "--out",
+    "-o",
+    required=True,
+    type=OUT_FILE,
+    help="net.onnx, net.pt2 (torch.export) or net.pte (ExecuTorch).",
+)
+@click.option("--shape", help="The shape of one input; by default the task's images.")
+@click.option("--fold/--no-fold", default=True, help="Fold batch norms into the layers before them.")
+@json_option
+@pass_console
+def export(
+    console: Console, task: str, base: str | None, out: str, shape: str | None, fold: bool, **network: Any
+) -> None:
+    """Write a task's network in a form for other runtimes, run it there, and compare.
+
+    The batch is free in .onnx and .pt2, and 1 in .pte.
+    """
+    import torch
+
+    ending = _checked_ending(out, tuple(EXPORTERS), task, network["weights"])
+    found, _, small = _build(task, base, fold, network)
+    torch.manual_seed(0)
+    # torch.export takes an axis of size 1 for a constant, so a free batch is exported with 2 samples.
+    example = torch.randn(1 if ending == ".pte" else 2, *shape_of(shape, [found]))
+    difference, size = _export(small, example, Path(out))
+    runtime = EXPORTERS[ending][0]
+    console.show(
+        f"{out}: {size:,} bytes; {runtime}'s outputs differ from PyTorch's by {difference:.1g} at most",
+        {"out": out, "bytes": size, "runtime": runtime, "difference": difference, "task": found.name},
+    )
+
+
+def _export(net: nn.Module, example: Tensor, out: Path) -> tuple[float, int]:
+    """How far the runtime's outputs are from PyTorch's, and the bytes of the file. A wrong file is not kept."""
+    import torch
+
+    from spalier import files
+    from spalier.networks import logits_of
+
+    runtime, package, write = EXPORTERS[out.suffix]
+    with tempfile.TemporaryDirectory() as folder, _quiet_exporters(), torch.no_grad():
+        draft = Path(folder) / out.name
+        try:
+            found = logits_of(write(net, example, draft)(example))
+        except ImportError as error:
+            raise NetworkError(f"{runtime} is not installed ({error}); pip install {package}") from error
+        except Exception as error:  # exporters raise kinds of their own for whatever a network does
+            words = " ".join(str(error).split())[:300]
+            raise NetworkError(
+                f"{runtime} cannot take the network with inputs of {tuple(example.shape)}: {words}; pass the --shape "
+                "that it was learned with, or another kind of file"
+            ) from error
+        wanted = logits_of(net(example))
+        difference = float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
+        if not difference < TOLERANCE:  # NaN is not smaller either
+            raise NetworkError(
+                f"{runtime}'s outputs differ from PyTorch's by {difference:.2g} of the largest; expected less than "
+                f"{TOLERANCE:g}: nothing was written"
+            )
+        data = draft.read_bytes()
+    files.write(out, data)
+    return difference, len(data)
+
+
+@contextlib.contextmanager
+def _quiet_exporters() -> Iterator[None]:
+    """Without what exporters print and log of themselves."""
+    names = ("torch.onnx", "torch.export", "onnxscript", "root", "torchao")
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        for logger in levels:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in levels.items():
+                logger.setLevel(level)
+
+
+def _write_onnx(net: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Any]:
+    import onnxruntime
+    import torch
+
+    batches = ({0: torch.export.Dim("batch")},)
+    torch.onnx.export(
+        net,
+        (example,),
+        str(path),
+        dynamic_shapes=batches,
+        dynamo=True,
+        verbose=False,
+        external_data=False,  # one file, weights included
+    )
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+
+
+def _write_program(net: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Any]:
+    import torch
+
+    batches = ({0: torch.export.Dim("batch")},)
+    torch.export.save(torch.export.export(net, (example,), dynamic_shapes=batches), path)
+    loaded: Callable[[Tensor], Any] = torch.export.load(path).module()
+    return loaded
+
+
+def _write_executorch(net: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Any]:
+    import torch
+    from executorch.exir import to_edge
+    from executorch.runtime import Runtime
+
+    path.write_bytes(to_edge(torch.export.export(net, (example,))).to_executorch().buffer)
+    method = Runtime.get().load_program(path).load_method("forward")
+    assert method is not None
+    # The runtime reuses its output's memory.
+    return lambda x: method.execute([x])[0].clone()
+
+
+EXPORTERS = {
+    ".onnx": ("onnxruntime", "spalier[onnx]", _write_onnx),
+    ".pt2": ("torch.export", "torch", _write_program),
+    ".pte": ("ExecuTorch", "executorch", _write_executorch),
+}
+"""By the ending of the file: the runtime's name, what pip installs for it, and how to write and load it."""
