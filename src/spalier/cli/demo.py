@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from spalier import Store, Switcher, TransferPruning, bench, files, report
+import spalier
+from spalier import files
 from spalier.errors import RunError
 from spalier.networks import open_network
 from spalier.runs.results import Results
@@ -94,7 +95,7 @@ def run_demo(folder: str, seed: int, say: Say) -> Demo:
         switches = _switch(base, store, say)
         say("latency of all of them, in turns")
         rows, latency = _measure(base, store, runs, switches)
-        page = report(place / "runs", place / "report.html")
+        page = spalier.report(place / "runs", place / "report.html")
     finally:
         torch.set_num_threads(threads)
     own = {"accuracy": first["test"], "parameters": first["parameters"]}
@@ -119,7 +120,7 @@ def _check_folder(folder: Path) -> None:
 def _pretrain(folder: Path, seed: int) -> tuple[nn.Module, Results]:
     """The base, as a file; learned as a run that never prunes."""
     net = open_network(NETWORK, classes=len(LEARNED_FIRST), seed=seed, width=WIDTH)
-    config = TransferPruning(
+    config = spalier.TransferPruning(
         name="base",
         method="fine-pruning",
         data="digits",
@@ -141,7 +142,7 @@ def _learn(folder: Path, seed: int, say: Say) -> dict[tuple[str, Method], Result
     found = {}
     for name, classes in TASKS.items():
         for method, title in METHODS.items():
-            config = TransferPruning(
+            config = spalier.TransferPruning(
                 name=name,
                 method=method,
                 network=NETWORK,
@@ -167,9 +168,9 @@ def _words(classes: str) -> str:
     return f"{classes[0]} to {classes[-1]}"
 
 
-def _collect(folder: Path, runs: dict[tuple[str, Method], Results]) -> Store:
+def _collect(folder: Path, runs: dict[tuple[str, Method], Results]) -> spalier.Store:
     """All task files in one store, by task, method and density."""
-    store = Store(folder / "tasks")
+    store = spalier.Store(folder / "tasks")
     for (_, method), results in runs.items():
         for row in results.rows:
             store.add(results.tasks.load(row["task"]), _name(row["task"], method), overwrite=True)
@@ -181,10 +182,10 @@ def _name(task: str, method: str) -> str:
     return f"{data}-{method}-{density}"
 
 
-def _switch(base: nn.Module, store: Store, say: Say) -> dict[str, float]:
+def _switch(base: nn.Module, store: spalier.Store, say: Say) -> dict[str, float]:
     """Milliseconds from each file to a ready network. Then the same from memory, which is only said."""
     before = {name: value.clone() for name, value in base.state_dict().items()}
-    switcher, cold = Switcher(base, store), {}
+    switcher, cold = spalier.Switcher(base, store), {}
     for name in store:
         start = time.perf_counter()
         switcher.activate(name)
@@ -202,11 +203,11 @@ def _switch(base: nn.Module, store: Store, say: Say) -> dict[str, float]:
 
 
 def _measure(
-    base: nn.Module, store: Store, runs: dict[tuple[str, Method], Results], switches: dict[str, float]
+    base: nn.Module, store: spalier.Store, runs: dict[tuple[str, Method], Results], switches: dict[str, float]
 ) -> tuple[list[Row], float]:
     """A row for each task file; latencies are medians of turns that all networks take."""
     tasks = {name: store.load(name) for name in store}
-    timed = bench(base, tasks, batches=(BATCH_SIZE,), backends=("eager",), rounds=9, seconds=0.004)
+    timed = spalier.bench(base, tasks, batches=(BATCH_SIZE,), backends=("eager",), rounds=9, seconds=0.004)
     base_ms = 1e3 * timed.timing("base", "eager", BATCH_SIZE).latency
     rows = []
     for (data, method), results in runs.items():
