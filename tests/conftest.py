@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision_ops
+from hypothesis import settings
 
 collect_ignore_glob = ["conftest.py", "*/conftest.py"]  # they hold no doctests, and share a name
 
 torchvision_ops.declare()  # before anything imports torchvision
 torch.set_num_threads(1)  # tests run side by side, and training repeats whatever the number of cores
+# The same examples everywhere, however busy the machine; --hypothesis-profile default draws others.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 
 def _has_font() -> bool:

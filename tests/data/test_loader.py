@@ -271,7 +271,7 @@ def test_a_process_that_ends_leaves_no_workers():
     print(*[worker.pid for worker in loader._loader._iterator._workers])
     """
     run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=600
     )
     assert run.returncode == 0, run.stderr
     pids = [int(pid) for pid in run.stdout.split()]

@@ -59,7 +59,7 @@ def launched(tmp_path: Path, launcher: list[str], folder: str) -> str:
         str(tmp_path / folder),
     ]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -143,13 +143,23 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may have ig
 import torch
 torch.set_num_threads(1)
 from running import quick
+{before}
 quick(epochs=3, checkpoint_seconds={seconds}, num_workers={workers}).run(sys.argv[1], progress=False)
+"""
+ENDED = """
+import os
+from spalier.runs.engine import Engine
+end = Engine._end_epoch_
+def end_and_signal(engine):
+    end(engine)
+    os.killpg(0, {number})
+Engine._end_epoch_ = end_and_signal
 """
 
 
-def start(folder: Path, seconds: float = 0.05, workers: int = 0) -> subprocess.Popen:
+def start(folder: Path, seconds: float = 0.05, workers: int = 0, before: str = "") -> subprocess.Popen:
     path = [str(ROOT / "tests"), str(ROOT / "tests/runs"), str(ROOT / "tools")]
-    code = SCRIPT.format(path=path, seconds=seconds, workers=workers)
+    code = SCRIPT.format(path=path, seconds=seconds, workers=workers, before=before)
     command = [sys.executable, "-c", code, str(folder)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
@@ -166,7 +176,8 @@ def test_killed_for_real(tmp_path):
         begun = folder / "checkpoint.safetensors"
         while not begun.exists() and process.poll() is None:
             time.sleep(0.02)
-        time.sleep(moments.uniform(0.0, 1.5))
+        if kills:  # the first at once: a fast machine is done soon
+            time.sleep(moments.uniform(0.0, 1.5))
         process.kill()
         _, words = process.communicate()
         if process.returncode == 0:
@@ -182,11 +193,9 @@ def test_killed_for_real(tmp_path):
 def test_asked_to_stop(tmp_path, number, workers):
     """Ctrl-C and SIGTERM end a run after a step, with a checkpoint of it; both come to processes that load data too."""
     folder = tmp_path / "run"
-    process = start(folder, seconds=1000, workers=workers)
-    while not (folder / "metrics.jsonl").exists() and process.poll() is None:
-        time.sleep(0.01)
-    os.killpg(process.pid, number)
-    _, words = process.communicate(timeout=60)
+    before = ENDED.format(number=int(number))  # by itself, at the end of an epoch: no earlier, and no later
+    process = start(folder, seconds=1000, workers=workers, before=before)
+    _, words = process.communicate(timeout=600)
     if number == signal.SIGTERM:
         assert process.returncode == 128 + 15, words
     else:

@@ -122,12 +122,12 @@ def test_a_request_in_flight_finishes_where_it_began(base, store, wanted):
 
     def wait(*_):
         started.set()
-        assert go_on.wait(10)
+        assert go_on.wait(600)
 
     net[3].register_forward_hook(wait)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(lambda: switcher(X))
-        assert started.wait(10)
+        assert started.wait(600)
         switcher.activate("b")
         switcher.activate("c")
         go_on.set()
@@ -236,14 +236,14 @@ def test_who_asks_after_a_replacement_gets_the_new_network(base, store, monkeypa
     def waits(*args, **kwargs):
         if not started.is_set():
             started.set()
-            assert go_on.wait(10)
+            assert go_on.wait(600)
         return slow(*args, **kwargs)
 
     monkeypatch.setattr(module, "build_and_weigh", waits)
     switcher = sp.Switcher(base, store)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(switcher.activate, "a")
-        assert started.wait(10)
+        assert started.wait(600)
         store.add(task_of(base, 9), "a", overwrite=True)
         second = pool.submit(switcher.activate, "a")
         time.sleep(0.1)
