@@ -40,14 +40,7 @@ LAYERS = [
 UPWARDS = {
     ("adapters/attach.py", "spalier.tracing"): "attach_(net, adapter, example=x) traces, where it is asked to"
 }
-ADAPTER_LAYERS = [
-    {"geometry"},
-    {"updates", "fast"},
-    {"forward"},
-    {"kinds"},
-    {"attachment"},
-    {"attach", "fuse"},
-]
+ADAPTER_LAYERS = [{"geometry"}, {"kinds", "fast"}, {"forward"}, {"attachment"}, {"attach"}]
 STRUCTURE_LAYERS = [
     {"labels", "capture"},
     {"walk"},
@@ -66,13 +59,7 @@ PRUNING_LAYERS = [
     {"prune"},
     {"dry_run"},
 ]
-CRITERIA_LAYERS = [
-    {"batches", "scores", "relevance"},
-    {"probe"},
-    {"criterion"},
-    {"lrp"},
-    {"score"},
-]
+CRITERIA_LAYERS = [{"probe", "relevance"}, {"criterion"}, {"lrp"}, {"score"}]
 TASKS_LAYERS = [
     {"container", "fingerprint"},
     {"table"},

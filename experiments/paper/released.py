@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from spalier.adapters.fuse import fuse
-from spalier.criteria.scores import Scores
+from spalier.adapters.attach import fuse
+from spalier.criteria.score import Scores
 from spalier.pruning.plan import Plan
 from spalier.runs.engine import Engine
 

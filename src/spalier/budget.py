@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from spalier.adapters.attachment import attachment_of, is_marked, owners_of
 from spalier.adapters.forward import updates
 from spalier.adapters.geometry import is_norm
-from spalier.adapters.updates import LowRank
+from spalier.adapters.kinds import LowRank
 from spalier.counting import count
-from spalier.criteria.scores import Aggregate, Floats, Normalise, Scores, normalised
+from spalier.criteria.criterion import Normalise
+from spalier.criteria.score import Aggregate, Floats, Scores, normalised
 from spalier.errors import BudgetError, SpalierError
 from spalier.pruning.cuts import cuts_of
 from spalier.pruning.plan import Kept, Plan, Prediction, Writers, kept_of

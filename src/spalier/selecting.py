@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spalier.adapters.attach import Names, detach_, select_named
+from spalier.adapters.attach import Names, detach_, fuse, select_named
 from spalier.adapters.attachment import attachment_of, is_marked
-from spalier.adapters.fuse import fuse
-from spalier.adapters.updates import LowRank
+from spalier.adapters.kinds import LowRank
 from spalier.budget import Meter, Order, Ranking, components, first_step, unit_groups
-from spalier.criteria.scores import AGGREGATIONS, NORMALISATIONS, Aggregate, Floats, Normalise, Scores
+from spalier.criteria.criterion import Normalise
+from spalier.criteria.score import AGGREGATIONS, NORMALISATIONS, Aggregate, Floats, Scores
 from spalier.distributed import assert_same_on_every_rank, from_first_rank
 from spalier.errors import BudgetError, ConfigError, PlanError
 from spalier.pruning.plan import MARK, Kept, Plan, Writers, settled

@@ -18,7 +18,7 @@ from trained import EXAMPLE, DigitNet
 import spalier as sp
 from spalier import criteria
 from spalier.budget import Meter, Order, group
-from spalier.criteria.scores import Scores, normalised
+from spalier.criteria.score import Scores, normalised
 from spalier.errors import BudgetError, ConfigError, PlanError, SpalierError, TargetError
 from spalier.pruning.plan import after, kept_of
 

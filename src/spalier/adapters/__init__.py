@@ -1,8 +1,7 @@
 """Fusible adapters on frozen weights (Eq. 1-4 of the paper): attach them, train, fuse them away."""
 
-from spalier.adapters.attach import attach_, detach_
+from spalier.adapters.attach import attach_, detach_, fuse
 from spalier.adapters.attachment import Summary
-from spalier.adapters.fuse import fuse
 from spalier.adapters.kinds import ADAPTERS, Adapter, FineTune, LoRA, SPLoRA, SPPaRA
 
 __all__ = [

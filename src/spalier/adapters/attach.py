@@ -1,12 +1,13 @@
-"""Which modules a caller means: by pattern, by predicate, or all that can be adapted.
+"""Attach an adapter to a network in place, take it off again, or fuse it into the weights.
 
-Weights that several layers share: they are adapted together or not at all, and stay one tensor.
-
-Attach an adapter to a network in place, and take it off again: plan everything, then change it at once.
+`attach_` plans everything first and then only assigns, so a call that is refused has changed nothing. The plan says
+which modules a caller means (by pattern, by predicate, or all that can be adapted), which of them learn as they
+are, and that layers which share one weight are treated alike, since they stay one tensor.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,13 +15,21 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from spalier.adapters.attachment import Attachment, Row, Summary, Updated, attachment_of, copies_of, is_marked
+from spalier.adapters.attachment import (
+    MARK,
+    Attachment,
+    Row,
+    Summary,
+    Updated,
+    attachment_of,
+    copies_of,
+    is_marked,
+)
 from spalier.adapters.forward import adapted_reads, adapter_name, read_layers
 from spalier.adapters.geometry import Geometry, described, geometries, is_finite, is_norm, is_uninitialised
-from spalier.adapters.kinds import Adapter, FineTune, Fit
-from spalier.adapters.updates import Update
+from spalier.adapters.kinds import Adapter, FineTune, Fit, Update
 from spalier.errors import (
     AttachmentError,
     ConfigError,
@@ -474,3 +483,85 @@ def _check_finite(names: Names, plan: _Plan) -> None:
                     f"{names.first(module)}.{key} holds NaN or infinite values before any training; "
                     "load sound weights first"
                 )
+
+
+@torch.no_grad()
+def fuse(net: nn.Module) -> nn.Module:
+    """A new, plain network that computes what the adapted ``net`` computes; ``net`` is not changed.
+
+    Shapes, classes and keys are the original network's. The result shares no tensor with the base.
+
+    >>> from spalier import SPLoRA, attach_
+    >>> net = nn.Sequential(nn.Linear(4, 4)).double()
+    >>> _ = attach_(net, SPLoRA(rank=1))
+    >>> x = torch.randn(2, 4, dtype=torch.float64)
+    >>> plain = fuse(net)
+    >>> torch.allclose(plain(x), net(x)), plain
+    (True, Sequential(
+      (0): Linear(in_features=4, out_features=4, bias=True)
+    ))
+    """
+    attachment = attachment_of(net)
+    attachment.check_present(whole=False)
+    check_finite(net)
+    memo: dict[int, object] = {}  # what deepcopy takes instead of copying
+    for entry in attachment.updated:
+        weight = entry.layer._parameters.get(entry.weight)
+        if weight is None:
+            raise AttachmentError(
+                f"{entry.name}.{entry.weight} is no longer a parameter (pruned or parametrized since attach_?); "
+                "undo that first"
+            )
+        if id(weight) not in memo:
+            memo[id(weight)] = nn.Parameter(_fused(entry, weight), requires_grad=False)
+        memo[id(entry.update)] = entry.update
+    for replaced in attachment.replaced:
+        memo[id(replaced.original)] = replaced.original
+    memo |= {id(tensor): tensor for tensor in attachment.pruned.tensors()}
+    plain = copy.deepcopy(net, memo)
+    twin: Attachment = plain.__dict__[MARK]
+    _check_arrived(net, plain, attachment, memo)
+    twin.remove_()
+    twin.reset_flags_()
+    return plain
+
+
+def _check_arrived(net: nn.Module, plain: nn.Module, attachment: Attachment, memo: dict[int, object]) -> None:
+    """Whether modules that say themselves how they are copied have taken the fused weights."""
+    paths = {module: path for path, module in net.named_modules()}
+    for entry in attachment.updated:
+        wanted = memo[id(entry.layer._parameters[entry.weight])]
+        if plain.get_submodule(paths[entry.layer])._parameters.get(entry.weight) is not wanted:
+            raise AttachmentError(
+                f"{entry.name} lies in a module that copies itself in its own way, and would lose its adapter"
+            )
+
+
+def _fused(entry: Updated, weight: Tensor) -> Tensor:
+    update = entry.update
+    if weight.dtype.itemsize < 4:  # half precision is the storage's, not the sum's
+        fused: Tensor = copy.deepcopy(update).float()(weight.float()).to(weight.dtype)
+    else:
+        fused = update(weight)
+    if not is_finite(fused):
+        raise NonFiniteError(
+            f"fusing {entry.name}.{entry.weight} gives NaN or values beyond {weight.dtype}; "
+            "the adapter has diverged: go back to an earlier state, or fuse in a wider dtype with net.float()"
+        )
+    return fused
+
+
+def check_finite(net: nn.Module) -> None:
+    """Refuse a network whose training has diverged; masks that are infinite on purpose are no matter."""
+    learned = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
+    statistics = [
+        (f"{path}.{key}", buffer)
+        for path, module in net.named_modules()
+        if is_norm(module)
+        for key, buffer in module.named_buffers(recurse=False)
+    ]
+    for name, tensor in (*learned, *statistics):
+        if tensor.is_floating_point() and not is_finite(tensor):
+            raise NonFiniteError(
+                f"{name} holds NaN or infinite values: training has diverged; go back to an earlier state"
+            )

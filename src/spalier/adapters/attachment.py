@@ -1,8 +1,8 @@
-"""A log of what was changed on modules, so that it can be taken back.
+"""What was changed on a network, so that all of it can be taken back.
 
-The table that `attach_` returns: what learns, what is frozen, and what an adapter costs.
-
-What `attach_` changed on a network, so that all of it can be taken back.
+`Attachment` is the record of one `attach_`. It is one private attribute on every module of the network, so that
+parts of an adapted network, and modules around it, are known as such. `Changes` is a log that pruning writes and
+`detach_` plays back. `Summary` is the table that `attach_` returns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from spalier.adapters.forward import OWN_FORWARD, adapter_name, divert_, undivert_, updates
 from spalier.adapters.geometry import Added, Described
-from spalier.adapters.updates import Update
+from spalier.adapters.kinds import Update
 from spalier.errors import AttachmentError
 from spalier.text import table
 

@@ -1,17 +1,18 @@
-"""Modules that read the weights of layers inside of them instead of calling these layers.
+"""How an adapted layer runs: its class stays, and its ``forward`` sees ``W + ΔW`` instead of W.
 
-`nn.MultiheadAttention` does so with its ``out_proj``, torchvision's Swin attention with ``qkv`` and ``proj``. An
-adapter that sits on such a layer would be passed by in silence. What a module reads shows in the source of its
-``forward`` and of the methods that this calls: ``self.proj.weight`` and the like. A weight that is fetched in another
-way (by index, by ``getattr``, by a function outside of the class) does not show, nor does anything of a class that
-Python has no source of; comparing ``fuse(net)`` with ``net`` on a batch tells.
+Two other designs were weighed. Wrapper modules change names, keys and classes, so code that reads ``layer.weight``
+or asks ``isinstance`` breaks. Parametrizations keep the class, but rename the weight's key and form the whole
+gradient. An instance's ``forward`` changes nothing that others look at, survives deepcopy, pickle, torch.compile
+and torch.export, and is undone by deleting one entry.
 
-How an adapted layer runs: its class stays, and its ``forward`` sees ``W + ΔW`` instead of W.
-
-A fast path (`spalier.adapters.fast`) serves low-rank updates of layers whose forward is PyTorch's own. Everything
-else, user subclasses with a forward of their own among them, runs its class's forward on a replica that
-holds the fused weight: the layer itself is never touched, so threads may share it. So does a module that reads the
-weights of layers inside of it without calling them.
+- Low-rank updates of layers whose forward is PyTorch's own take the fast path (`spalier.adapters.fast`).
+- Everything else, subclasses with a forward of their own among them, runs its class's forward on a shallow replica that
+  holds the fused weight. The layer itself is never touched, so threads may share it.
+- Some modules read the weights of layers inside of them and never call these: `nn.MultiheadAttention` its ``out_proj``,
+  torchvision's Swin attention ``qkv`` and ``proj``. An adapter on such a layer would be passed by in silence, so they
+  run on a replica whose children hold fused weights. What a module reads shows in the source of its ``forward`` and of
+  the methods that this calls. A weight that is fetched in another way (by index, by ``getattr``, by a function outside
+  of the class) does not show there; comparing ``fuse(net)`` with ``net`` on a batch tells.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from spalier.adapters import fast
 from spalier.adapters.geometry import Window, is_transformers_conv1d
-from spalier.adapters.updates import LowRank, Update
+from spalier.adapters.kinds import LowRank, Update
 from spalier.errors import AttachmentError
 
 # self.a.b.some_weight, but not where only its dtype, device or shape is asked for

@@ -1,12 +1,9 @@
-"""Which layers can be adapted, and the shape of their weights as matrices.
+"""Which layers can be adapted, and one view of all their weights.
 
-Every supported weight, whatever its parameter looks like, is seen the same way: ``groups`` matrices of
-(out / groups, in / groups) entries, each entry a kernel of taps (`Geometry.grouped`). Adapters are written for
-that view alone.
-
-Where a convolution's kernel sits: the arithmetic of stride, padding and dilation.
-
-The tensors of a network by name, and the names that they share.
+Every supported weight, whatever its parameter looks like, is seen as ``groups`` matrices of (out / groups, in /
+groups) entries, each entry a kernel of taps (`Geometry.grouped`). Adapters, fusing and pruning are written for that
+view alone. `Window` has the arithmetic of a convolution's stride, padding and dilation. At the end: the tensors of
+a network by name.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from spalier.criteria.criterion import (
 )
 from spalier.criteria.lrp import LRP
 from spalier.criteria.probe import Probe
-from spalier.criteria.score import CRITERIA, score
-from spalier.criteria.scores import Scores
+from spalier.criteria.score import CRITERIA, Scores, score
 
 __all__ = [
     "CRITERIA",

@@ -1,14 +1,9 @@
-"""What a criterion is: a small frozen object that turns weights, or what passes through the network, into numbers.
+"""Criteria: small frozen objects that give every unit of a network one number.
 
-Write one of your own as a subclass of `WeightCriterion` or `ActivationCriterion` with one method.
-
-Criteria that look at weights alone, and the random control.
-
-Criteria of first order: what passes through a unit, and the loss's gradient there.
-
-Movement: whether training drives a unit away from zero or towards it.
-
-A criterion of second order: what the loss's curvature adds, by Hessian-vector products.
+Write one of your own as a subclass of `WeightCriterion` or `ActivationCriterion` with one method. Those that come
+with Spalier look at weights (`Weight`, `Magnitude`), at nothing (`Random`, the control), at activations and the
+loss's gradient there (`Gradient`, `Taylor`), at where training drives a unit (`Movement`), or at the curvature of
+the loss (`SecondOrder`). Relevance is in lrp.py.
 """
 
 from __future__ import annotations
@@ -17,19 +12,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from spalier.criteria.batches import Batch, batches_of, loss_of
-from spalier.criteria.probe import Probe, Totals, Values, Watch, mean_product, sample_axis, seeing
-from spalier.criteria.scores import Normalise
+from spalier.criteria.probe import (
+    Batch,
+    Probe,
+    Totals,
+    Values,
+    Watch,
+    batches_of,
+    loss_of,
+    mean_product,
+    sample_axis,
+    seeing,
+)
 from spalier.errors import ConfigError, ScoreError
 from spalier.structure.capture import in_eval_mode
 from spalier.structure.sites import layer_name
 from spalier.structure.structure import Structure, structure_of
+
+Normalise = Literal["none", "sum", "l2", "mean", "max"]
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from spalier.criteria.batches import Batch, batches_of
-from spalier.criteria.criterion import Criterion
-from spalier.criteria.probe import Probe, Record, Totals, Values, watched
+from spalier.criteria.criterion import Criterion, Normalise
+from spalier.criteria.probe import Batch, Probe, Record, Totals, Values, batches_of, watched
 from spalier.criteria.relevance import Relevance, latest
-from spalier.criteria.scores import Normalise
 from spalier.errors import ScoreError
 from spalier.pruning.modules import fold_into_
 from spalier.structure.capture import in_eval_mode

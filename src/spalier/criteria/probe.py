@@ -1,15 +1,18 @@
-"""Hooks that see what passes through a network's sites, and the gradient that comes back.
+"""What criteria look at: fused weights by unit, and what passes through a network while batches run.
 
-A probe of a network: its fused weights by unit, and a plain twin that is watched while it runs.
+From top to bottom, as a batch goes: `Batch` is what a loader gave; `Watch` maps the channels at one site to units;
+`Record` holds what the hooks of `watched` measure in one batch; `Totals` adds batches up; `Probe` is what a criterion
+gets, and runs all of it.
 
-The twin is a fused copy, so the network itself is never touched: no hook, no gradient, no mode of it changes, whatever
-happens. Weights stay frozen, so a backward pass costs what the activations' gradients cost.
+What runs is a fused copy in eval mode, never the network. Hooks on the network itself would cost no copy, but a
+Ctrl-C in the middle would leave them there, its gradients would be written, and relevance needs a copy to fold
+norms in. The copy's weights are frozen, so a backward pass costs what the gradients of activations cost.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from spalier.adapters.attach import fuse
 from spalier.adapters.attachment import attachment_of, fused_value, is_marked, owners_of
-from spalier.adapters.fuse import fuse
-from spalier.criteria.batches import Batch, batches_of, loss_of
 from spalier.errors import ScoreError
 from spalier.pruning.modules import base_scale, run_attention
 from spalier.pruning.plan import Kept, kept_of
@@ -30,6 +33,140 @@ from spalier.structure.sites import Side, Site, layer_name
 from spalier.structure.streams import present
 from spalier.structure.structure import Structure
 from spalier.text import first_line
+
+Batches = Iterable[Any]
+
+
+class Batch:
+    """One batch: ``(inputs, *targets)``, a dict of keyword arguments, or inputs alone."""
+
+    def __init__(self, number: int, given: Any) -> None:
+        self.number = number
+        self.targets: tuple[Any, ...] = ()
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        if isinstance(given, Mapping):
+            self.kwargs = dict(given)
+        elif isinstance(given, tuple | list) and given:
+            inputs, self.targets = given[0], tuple(given[1:])
+            if isinstance(inputs, Mapping):
+                self.kwargs = dict(inputs)
+            else:
+                self.args = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        elif isinstance(given, Tensor):
+            self.args = (given,)
+        else:
+            raise ScoreError(
+                f"batch {number} is a {type(given).__name__}, expected (inputs, targets), a dict of keyword arguments, "
+                "or a tensor"
+            )
+
+    def to(self, net: nn.Module) -> Batch:
+        """The batch where the network is, as tensors that can be differentiated through."""
+        self.args, self.kwargs, self.targets = tree_map_only(
+            Tensor, lambda t: t.clone() if t.is_inference() else t, (self.args, self.kwargs, self.targets)
+        )
+        first = next((t for t in (*net.parameters(), *net.buffers())), None)
+        if first is not None and first.device.type != "cpu":
+            device = first.device
+            self.args, self.kwargs, self.targets = tree_map_only(
+                Tensor, lambda t: t.to(device), (self.args, self.kwargs, self.targets)
+            )
+        return self
+
+    @property
+    def size(self) -> int:
+        """How many samples it holds."""
+        tensors = [t for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor) and t.dim()]
+        if not tensors or not len(tensors[0]):
+            raise ScoreError(
+                f"batch {self.number} holds no samples; expected them along the first axis of its first tensor"
+            )
+        return len(tensors[0])
+
+    def run(self, net: nn.Module) -> Any:
+        """What the network returns for it."""
+        try:
+            return net(*self.args, **self.kwargs)
+        except (TypeError, RuntimeError, ValueError, IndexError) as error:
+            raise ScoreError(
+                f"the network does not run on batch {self.number}: {error}; expected (inputs, targets) or a dict of "
+                "keyword arguments"
+            ) from error
+
+
+def batches_of(given: Batches | None, net: nn.Module, what: str) -> Iterator[Batch]:
+    """Every batch of a loader; none at all is an error."""
+    if given is None or isinstance(given, Tensor | Mapping | str):
+        found = "none were given" if given is None else f"a {type(given).__name__} was given"
+        raise ScoreError(
+            f"{what} needs batches, and {found}; expected an iterable of (inputs, targets), such as a DataLoader, or a "
+            "list of one batch"
+        )
+    number = -1
+    for number, each in enumerate(given):
+        yield Batch(number, each).to(net)
+    if number < 0:
+        raise ScoreError(f"{what} needs batches, and there are none; expected at least one (inputs, targets)")
+
+
+def loss_of(loss: Any, output: Any, batch: Batch, net: nn.Module) -> Tensor:
+    """The loss of one batch, a finite number that depends on the network."""
+    if loss is None:
+        value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if value is None:
+            raise ScoreError(
+                f"the network returns a {type(output).__name__} without a loss; pass loss=, a function of the output "
+                "and the batch's targets, such as torch.nn.functional.cross_entropy"
+            )
+    else:
+        try:
+            value = loss(output, *batch.targets)
+        except (TypeError, RuntimeError, ValueError, IndexError) as error:
+            raise ScoreError(
+                f"the loss fails on batch {batch.number}: {error}; it is called with the network's output and the "
+                f"{len(batch.targets)} target(s) of the batch"
+            ) from error
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+        raise ScoreError(
+            f"the loss is a {type(value).__name__}{shape}, expected one number, the batch's mean"
+        )
+    if not torch.isfinite(value):
+        raise ScoreError(
+            f"the loss of batch {batch.number} is {float(value.detach())}{_first_not_finite(net, batch)}; look at its "
+            "inputs and targets, or go back to sound weights"
+        )
+    if not value.requires_grad:
+        raise ScoreError(
+            "the loss does not depend on the network: no channel of a stream has a part in it; compute it from the "
+            "network's output, without detach() or torch.no_grad()"
+        )
+    return value
+
+
+def _first_not_finite(net: nn.Module, batch: Batch) -> str:
+    """Where NaN or infinity begins."""
+    found: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            tensors = (t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point())
+            if any(not torch.isfinite(t).all() for t in tensors):
+                found.append(name)
+
+        return hook
+
+    given = (t for t in tree_leaves((batch.args, batch.kwargs)) if isinstance(t, Tensor))
+    if any(t.is_floating_point() and not torch.isfinite(t).all() for t in given):
+        return ", its inputs are not finite"
+    handles = [m.register_forward_hook(note(n)) for n, m in net.named_modules() if n]
+    try:
+        batch.run(net)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return f", first not finite at {found[0]!r}" if found else ""
 
 
 @dataclass(frozen=True)
@@ -347,7 +484,8 @@ class Probe:
         totals = Totals(watches, signed)
         with in_eval_mode(twin):
             if literal:
-                _norms_in_train_mode_(twin)
+                for norm in (m for m in twin.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)):
+                    norm.training = True  # the published code scored in train mode
             with watched(
                 twin, watches, measure, gradients=gradients, values=values, before_norm=literal
             ) as record:
@@ -382,7 +520,12 @@ class Totals:
                     f"nothing came through {watch.site.module!r} in batch {batch.number}: no output of the network "
                     "that the loss takes depends on it; use the inputs and the loss that the network was traced for"
                 )
-            total += finite(value if literal or self.signed else value.abs(), watch, batch).sum(0).to(total)
+            if not torch.isfinite(value).all():
+                raise ScoreError(
+                    f"{watch.site.writer!r} has scores that are NaN or infinite in batch {batch.number}; look at that "
+                    "batch's inputs, or go back to sound weights"
+                )
+            total += (value if literal or self.signed else value.abs()).sum(0).to(total)
         self.samples += batch.size
 
     def means(self) -> Values:
@@ -395,37 +538,16 @@ class Totals:
         return found
 
 
-def finite(value: Tensor, watch: Watch, batch: Batch) -> Tensor:
-    """The value; an error that names layer and batch where it is not finite."""
-    if not torch.isfinite(value).all():
-        raise ScoreError(
-            f"{watch.site.writer!r} has scores that are NaN or infinite in batch {batch.number}; look at that batch's "
-            "inputs, or go back to sound weights"
-        )
-    return value
-
-
 def _open_(module: nn.Module) -> None:
     """Let hooks see what PyTorch's attention and encoders compute past their own modules."""
     if isinstance(module, nn.MultiheadAttention):
         module.__dict__.setdefault("scale", base_scale(module))
-        module.__dict__["forward"] = partial(run_attention, module, project=_called)
+        # the output projection is called as a module, so that hooks see what it takes
+        module.__dict__["forward"] = partial(run_attention, module, project=lambda out_proj, x: out_proj(x))
     elif isinstance(module, nn.TransformerEncoderLayer):
         module.activation_relu_or_gelu = 0
     elif isinstance(module, nn.TransformerEncoder):
         module.use_nested_tensor = False
-
-
-def _called(module: nn.Module, x: Tensor) -> Tensor:
-    """The output projection called as a module, so that hooks see what it takes."""
-    made: Tensor = module(x)
-    return made
-
-
-def _norms_in_train_mode_(twin: nn.Module) -> None:
-    for module in twin.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.training = True
 
 
 def _without_updates(net: nn.Module) -> nn.Module:
@@ -442,16 +564,11 @@ def _folded(rows: Tensor, norm: Any) -> Tensor:
     """Weights by output with a batch norm in them; those of a grouped, transposed layer lie group by group."""
     if norm.running_var is None:
         return rows  # it divides by the statistics of each batch
-    scale = _norm_scale(norm)
+    scale = torch.rsqrt(norm.running_var + norm.eps)  # what the norm multiplies each channel by in eval mode
+    if norm.weight is not None:
+        scale = scale * norm.weight.detach()
     groups = len(scale) // len(rows)
     return (rows.view(len(rows), groups, -1) * scale.view(groups, -1).T[:, :, None]).flatten(1)
-
-
-def _norm_scale(norm: nn.Module) -> Tensor:
-    """What a batch norm in eval mode multiplies each channel by."""
-    variance: Tensor = norm.running_var  # type: ignore[assignment]
-    scale = torch.rsqrt(variance + norm.eps)  # type: ignore[operator]
-    return scale * norm.weight.detach() if norm.weight is not None else scale  # type: ignore[operator]
 
 
 def _by_unit(rows: Tensor, units: Any) -> Tensor:

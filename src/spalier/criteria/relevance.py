@@ -1,7 +1,7 @@
 """Layer-wise relevance propagation: rules for operations, as backward passes of their own.
 
-While a network runs under `Relevance`, every operation that relevance can pass through gets a backward pass that hands
-on relevance instead of gradients: what an output explains is shared out over the inputs that made it.
+While a network runs under `Relevance`, every operation that relevance can pass through gets a backward pass that
+hands on relevance instead of gradients: what an output explains is shared out over the inputs that made it.
 
 - convolutions: alpha 1, beta 0 (positive inputs with positive weights, negative with negative), the bias left out;
 - linear layers, sums, averages, products with a constant matrix: epsilon;

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from spalier.adapters.attachment import attachment_of, is_marked
-from spalier.adapters.updates import LowRank
+from spalier.adapters.kinds import LowRank
 from spalier.distributed import is_distributed
 from spalier.errors import ConfigError
 from spalier.pruning.plan import Plan, kept_units

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spalier.adapters.attachment import Attachment, Changes, Owner
-from spalier.adapters.updates import LowRank, Update
+from spalier.adapters.kinds import LowRank, Update
 from spalier.errors import PlanError, PruneError
 from spalier.pruning.plan import Kept
 from spalier.structure.labels import Ints

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from spalier.adapters.attach import detach_
+from spalier.adapters.attach import detach_, fuse
 from spalier.adapters.attachment import (
     Attachment,
     Changes,
@@ -23,7 +23,6 @@ from spalier.adapters.attachment import (
     owners_of,
 )
 from spalier.adapters.forward import updates
-from spalier.adapters.fuse import fuse
 from spalier.errors import PlanError, PruneError
 from spalier.pruning.attributes import Resize, resized
 from spalier.pruning.cuts import (

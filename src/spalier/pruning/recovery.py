@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from spalier.adapters.attachment import Attachment, Changes
-from spalier.adapters.updates import LowRank, Pointwise, Update
+from spalier.adapters.kinds import LowRank, Pointwise, Update
 from spalier.distributed import broadcast_
 from spalier.errors import RecoveryError
 from spalier.pruning.regression import Lockstep, Moments, features, set_best_

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from spalier.adapters.attachment import Changes
 from spalier.adapters.forward import padded
 from spalier.adapters.geometry import Window
-from spalier.adapters.updates import LowRank, Update
+from spalier.adapters.kinds import LowRank, Update
 from spalier.errors import RecoveryError
 
 

@@ -18,10 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spalier.adapters.attach import attach_, detach_
-from spalier.adapters.fuse import fuse
-from spalier.criteria.score import score
-from spalier.criteria.scores import Scores
+from spalier.adapters.attach import attach_, detach_, fuse
+from spalier.criteria.score import Scores, score
 from spalier.data.data import Data
 from spalier.data.loader import Loader
 from spalier.data.part import Part

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spalier.criteria.scores import Scores, normalised
+from spalier.criteria.score import Scores, normalised
 from spalier.data.part import Part
 from spalier.networks import logits_of
 from spalier.pruning.plan import Plan

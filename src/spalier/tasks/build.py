@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spalier.adapters.geometry import Geometry
-from spalier.adapters.updates import add_, low_rank, pointwise
+from spalier.adapters.kinds import add_, low_rank, pointwise
 from spalier.errors import TaskFileError
 from spalier.pruning.attributes import attention_with, resized_by_shape, resized_by_tensors
 from spalier.pruning.modules import NAME, Spread, fold_into_, spread_output

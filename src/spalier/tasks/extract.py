@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from spalier.adapters.attach import check_finite
 from spalier.adapters.attachment import Attachment, Owner, attachment_of, moved, owners_of
 from spalier.adapters.forward import updates
-from spalier.adapters.fuse import check_finite
 from spalier.adapters.geometry import first_names, is_finite, is_norm, tensors_of
-from spalier.adapters.updates import LowRank, Pointwise, Update
+from spalier.adapters.kinds import LowRank, Pointwise, Update
 from spalier.budget import Meter
 from spalier.errors import AttachmentError, ConfigError, NonFiniteError, PlanError
 from spalier.pruning.attributes import resized_by_tensors
