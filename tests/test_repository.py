@@ -117,7 +117,6 @@ PACKAGES = {
     "runs": RUNS_LAYERS,
     "data": DATA_LAYERS,
     "integrations": INTEGRATIONS_LAYERS,
-    "benching": [{"backends", "results"}, {"measuring"}],
     "cli": CLI_LAYERS,
     "reporting": REPORTING_LAYERS,
 }

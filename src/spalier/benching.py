@@ -1,0 +1,600 @@
+"""`bench`: a base and its tasks measured side by side, and whether a smaller network is a faster one."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from spalier.counting import count
+from spalier.errors import ConfigError, ExampleError, NetworkError, SpalierError
+from spalier.tasks.task import Task
+from spalier.text import check_integer, first_line, import_optional, table
+from spalier.timing import (
+    CONFIDENCE,
+    MIN_ROUNDS,
+    Call,
+    Clock,
+    describe_machine,
+    finished,
+    interval,
+    quartiles,
+    take_turns,
+)
+
+Backend = Literal["eager", "compiled", "onnxruntime"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+Verdict = Literal["faster", "no faster", "slower", "not settled", "not measured"]
+
+BASE = "base"
+NO_DIFFERENCE = 0.02
+"""A smaller difference is none, as for a budget of latency: it may come from where memory happens to lie."""
+SETTLED = 1.05
+"""An interval that holds 1 and reaches beyond this does not say that a network is no faster."""
+FIXED_SHARE = 0.5
+"""From which share on the time that does not grow with the batch is worth a word."""
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""How far outputs may be from eager ones in float32, as a share of the largest."""
+ACCELERATOR_SLACK = 10
+"""Times that on other devices than CPUs: they multiply in fewer bits than they store, as TF32 does."""
+
+
+# what a benchmark found
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One network, in one backend, with one size of batch."""
+
+    network: str
+    backend: str
+    batch: int
+    seconds: tuple[float, ...] = ()
+    """For one batch: the median of each round; empty if there is a problem."""
+    calls: int = 0
+    """In each round."""
+    ready_seconds: float | None = None
+    """Until the first output: compiled or exported, and run once; no part of ``seconds``."""
+    macs: int | None = None
+    """Of one sample."""
+    problem: str = ""
+    """Why there are no times."""
+
+    @property
+    def latency(self) -> float:
+        """The median seconds for a batch."""
+        return median(self.seconds)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The seconds between which half of the rounds lie."""
+        return quartiles(self.seconds)
+
+    @property
+    def throughput(self) -> float:
+        """Samples in a second, at the median."""
+        return self.batch / self.latency
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, with the rounds."""
+        found = {**self.__dict__, "rounds": list(self.seconds)}
+        del found["seconds"]
+        if self.seconds:
+            found |= {"latency": self.latency, "quartiles": list(self.spread)}
+            found["samples_per_second"] = self.throughput
+        return found
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A task's network against the base, in the same rounds. Print it for the verdict."""
+
+    network: str
+    backend: str
+    batch: int
+    verdict: Verdict
+    speedup: float | None = None
+    """The base's time over the network's: the median of the rounds' ratios."""
+    low: float | None = None
+    high: float | None = None
+    macs_share: float | None = None
+    """Of the base's MACs."""
+    reason: str = ""
+    """Where something that was measured explains it, or why nothing was."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**self.__dict__, "text": str(self)}
+
+    def __str__(self) -> str:
+        if self.speedup is None:
+            return f"not measured: {self.reason}"
+        span = f"{self.low:.2f}-{self.high:.2f}x"
+        if self.macs_share is not None:
+            although = self.verdict == "no faster" and self.macs_share < 1
+            span += f" {'although it has' if although else 'with'} {self.macs_share:.0%} of the MACs"
+        text = {
+            "faster": f"faster {self.speedup:.2f}x ({span})",
+            "slower": f"slower {self.speedup:.2f}x ({span})",
+            "no faster": f"no faster: {self.speedup:.2f}x ({span})",
+            "not settled": f"not settled: {span}; measure with more rounds, or on a quieter machine",
+        }[self.verdict]
+        return f"{text}; {self.reason}" if self.reason else text
+
+
+def compare(base: Timing, task: Timing, larger: Timing | None = None) -> Comparison:
+    """What the rounds that both took part in say of a task's network.
+
+    Args:
+        base: the base, with the same backend and batch.
+        task: the task's network.
+        larger: the task's network with a larger batch, to tell the time that does not grow with it.
+    """
+    share = task.macs / base.macs if task.macs is not None and base.macs else None
+    verdict: Verdict = "not measured"
+    middle = low = high = None
+    reason = task.problem or (base.problem and f"no base to compare with: {base.problem}")
+    if not reason:
+        # Ratios of the same round: a machine that is slow for some rounds is slow for both.
+        ratios = [slow / fast for slow, fast in zip(base.seconds, task.seconds, strict=True)]
+        middle, low, high = interval(ratios)
+        verdict = verdict_of(low, high)
+        reason = _fixed_time(task, larger) if verdict in ("no faster", "slower") else ""
+    return Comparison(task.network, task.backend, task.batch, verdict, middle, low, high, share, reason)
+
+
+def verdict_of(low: float, high: float) -> Verdict:
+    """What an interval of the speed-up allows to say.
+
+    >>> verdict_of(2.9, 3.3), verdict_of(0.97, 1.04), verdict_of(0.8, 0.9), verdict_of(0.7, 3.0)
+    ('faster', 'no faster', 'slower', 'not settled')
+    """
+    if low > 1 + NO_DIFFERENCE:
+        return "faster"
+    if high < 1 - NO_DIFFERENCE:
+        return "slower"
+    return "no faster" if high <= SETTLED else "not settled"
+
+
+def _fixed_time(small: Timing, large: Timing | None) -> str:
+    """How much of a batch's time is there whatever its size, where a line through two sizes says that it is much."""
+    if large is None or not large.seconds or large.batch <= small.batch:
+        return ""
+    each = (large.latency - small.latency) / (large.batch - small.batch)
+    share = min(1.0, 1 - each * small.batch / small.latency)
+    if share < FIXED_SHARE:
+        return ""
+    return (
+        f"about {share:.0%} of its time at batch {small.batch} does not grow with the batch "
+        f"({1e3 * large.latency:.3g} ms at batch {large.batch})"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """A base and tasks, measured side by side. Print it."""
+
+    timings: tuple[Timing, ...]
+    comparisons: tuple[Comparison, ...]
+    machine: Mapping[str, str | int]
+    rounds: int
+    notes: tuple[str, ...] = ()
+
+    def timing(self, network: str, backend: str, batch: int) -> Timing:
+        """One network's times."""
+        return {(t.network, t.backend, t.batch): t for t in self.timings}[network, backend, batch]
+
+    def comparison(self, network: str, backend: str, batch: int) -> Comparison:
+        """One task's network against the base."""
+        return {(c.network, c.backend, c.batch): c for c in self.comparisons}[network, backend, batch]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data, every round included."""
+        return {
+            "machine": dict(self.machine),
+            "rounds": self.rounds,
+            "confidence": CONFIDENCE,
+            "notes": list(self.notes),
+            "timings": [timing.to_dict() for timing in self.timings],
+            "comparisons": [comparison.to_dict() for comparison in self.comparisons],
+        }
+
+    def __str__(self) -> str:
+        machine = ", ".join(f"{key} {value}" for key, value in self.machine.items())
+        parts = [self._table(backend) for backend in dict.fromkeys(t.backend for t in self.timings)]
+        foot = (
+            f"{self.rounds} rounds in turns: medians, and between which values half of the rounds lie; speed-ups over "
+            f"the base in the same rounds, with intervals of {CONFIDENCE:.0%}; less than {NO_DIFFERENCE:.0%} is no "
+            "difference"
+        )
+        return "\n\n".join([*parts, "\n".join([*self.notes, foot, machine])])
+
+    def _table(self, backend: str) -> str:
+        own = [t for t in self.timings if t.backend == backend]
+        problems = {t.problem for t in own}
+        if len(problems) == 1 and "" not in problems:
+            return f"{backend}\nnot measured: {problems.pop()}"
+        header = ["network", "batch", "ms", "half within", "samples/s", "MACs", "ready, s", "verdict"]
+        return f"{backend}\n" + table(header, [self._cells(t) for t in own])
+
+    def _cells(self, timing: Timing) -> list[str]:
+        times, verdict = ["-"] * 3, ""
+        if timing.seconds:
+            low, high = (f"{1e3 * value:.3f}" for value in timing.spread)
+            times = [f"{1e3 * timing.latency:.3f}", f"{low}-{high}", f"{timing.throughput:,.0f}"]
+        if timing.problem:
+            verdict = f"not measured: {timing.problem}"
+        elif timing.network != BASE:
+            verdict = str(self.comparison(timing.network, timing.backend, timing.batch))
+        macs = "-" if timing.macs is None else f"{timing.macs:,}"
+        ready = "-" if timing.ready_seconds is None else f"{timing.ready_seconds:.2f}"
+        return [timing.network, str(timing.batch), *times, macs, ready, verdict]
+
+
+# measuring
+
+
+def bench(
+    base: nn.Module,
+    tasks: Mapping[str, Task] | Sequence[Task],
+    example: Tensor | None = None,
+    *,
+    batches: Sequence[int] = (1, 64),
+    backends: Sequence[str] = BACKENDS,
+    rounds: int = 15,
+    seconds: float = 0.02,
+    threads: int | None = None,
+    fold: bool = False,
+    progress: Callable[[str], None] | None = None,
+    clock: Clock = time.perf_counter,
+) -> Benchmark:
+    """Latency and throughput of a base and of the networks that tasks make of it, in turns. Print what comes back.
+
+    Outputs are compared with eager ones in float32 before anything is timed. A backend that is not installed, fails
+    or computes something else is a row that says so, and the others go on. The base is measured as it is, in eval mode
+    and in its own memory layout; it and PyTorch's settings are left as they were.
+
+    Args:
+        base: the network that the tasks were learned on.
+        tasks: by name, or with names of their own.
+        example: one sample or more, along the first axis; repeated to make a batch. By default noise of the size
+            that the tasks were learned with.
+        batches: how many samples a batch has.
+        backends: of "eager", "compiled" and "onnxruntime".
+        rounds: how many turns each network has; at least 6, so that there is an interval.
+        seconds: how long a turn takes at least.
+        threads: for PyTorch and onnxruntime, by default what PyTorch has.
+        fold: fold the tasks' batch norms, as in `Task.build`; the base keeps its own.
+        progress: is told what is done next.
+        clock: seconds that never go back.
+    """
+    _check_options(batches, backends, rounds, seconds, threads)
+    named = _by_name(tasks)
+    example = _noise(base, named) if example is None else example
+    if not isinstance(example, Tensor) or not example.dim() or not len(example):
+        found = (
+            f"of shape {tuple(example.shape)}"
+            if isinstance(example, Tensor)
+            else f"a {type(example).__name__}"
+        )
+        raise ExampleError(f"the example is {found}, expected a tensor of at least one sample (first axis)")
+    say = progress or (lambda _: None)
+    with _eval_mode(base, threads):
+        nets = {BASE: base} | {name: task.build(base, fold=fold) for name, task in named.items()}
+        device = next((p.device for p in base.parameters()), example.device)
+        layout = _layout(base, example)
+        first = example.detach().to(device).contiguous(memory_format=layout)
+        macs = {name: _macs(net, first) for name, net in nets.items()}
+        notes = _notes(nets, first, macs, fold)
+        timings: list[Timing] = []
+        for backend in (known for known in BACKENDS if known in backends):
+            problem = _obstacle(backend, device)
+            for batch in sorted(set(batches)):
+                if problem:
+                    timings += [Timing(name, backend, batch, problem=problem) for name in nets]
+                    continue
+                x = first[torch.arange(batch, device=device) % len(first)].contiguous(memory_format=layout)
+                timings += _measure(nets, backend, x, rounds, seconds, clock, say)
+        where = describe_machine(device, torch.get_num_threads())
+    timings = [replace(timing, macs=macs[timing.network]) for timing in timings]
+    return Benchmark(
+        timings=tuple(timings),
+        comparisons=tuple(_comparisons(timings)),
+        machine=where,
+        rounds=rounds,
+        notes=tuple(notes),
+    )
+
+
+def _measure(
+    nets: Mapping[str, nn.Module],
+    backend: Backend,
+    x: Tensor,
+    rounds: int,
+    seconds: float,
+    clock: Clock,
+    say: Callable[[str], None],
+) -> list[Timing]:
+    """All networks in turns, in one backend and with one batch; nothing of it stays in memory."""
+    calls: dict[str, Call] = {}
+    rows: dict[str, Timing] = {}
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode(), _compiler_settings(backend):
+        for number, (name, net) in enumerate(nets.items()):
+            say(f"{backend}, batch {len(x)}: {name} is made ready")
+            row = Timing(name, backend, len(x))
+            try:
+                calls[name], took = _ready(backend, net, x, Path(folder) / f"{number}.onnx", clock)
+                rows[name] = replace(row, ready_seconds=took)
+            except Exception as error:  # whatever a compiler, an exporter or a network raises
+                rows[name] = replace(row, problem=_problem(error))
+        say(f"{backend}, batch {len(x)}: {rounds} rounds")
+        turns = take_turns(calls, rounds=rounds, seconds=seconds, clock=clock)
+    for name, (repeats, times) in turns.items():
+        rows[name] = replace(rows[name], calls=repeats, seconds=tuple(times))
+    return list(rows.values())
+
+
+def _ready(backend: Backend, net: nn.Module, x: Tensor, file: Path, clock: Clock) -> tuple[Call, float]:
+    """A call that computes what the network does, and the seconds until its first output."""
+    wanted = _reference(net, x)
+    given = x.clone()  # networks may write into what they get
+    start = clock()
+    call = prepare(backend, net, given, torch.get_num_threads(), file)
+    found = call()
+    took = clock() - start
+    if not torch.equal(given, x):
+        given.copy_(x)
+        found = call()
+    tolerance = TOLERANCES.get(_dtype(net), 1e-3) * (1 if x.device.type == "cpu" else ACCELERATOR_SLACK)
+    if problem := difference(found, wanted, tolerance):
+        raise NetworkError(problem)
+    return call, took
+
+
+def _dtype(net: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _reference(net: nn.Module, x: Tensor) -> Any:
+    """What the network computes, eager and in float32 or better."""
+    if _dtype(net) in (torch.float16, torch.bfloat16):
+        net = copy.deepcopy(net).float()
+        x = x.float() if x.is_floating_point() else x
+    return net(x.clone())
+
+
+def difference(found: Any, wanted: Any, tolerance: float) -> str:
+    """How outputs differ from what they should be, by more than a share of the largest number; empty if they don't."""
+    ours, theirs = _tensors_of(found), _tensors_of(wanted)
+    if [t.shape for t in ours] != [t.shape for t in theirs]:
+        shapes = [[tuple(t.shape) for t in side] for side in (ours, theirs)]
+        return f"outputs of shapes {shapes[0]}, expected {shapes[1]} as eager in float32"
+    for one, other in zip(ours, theirs, strict=True):
+        one, other = one.double().cpu(), other.double().cpu()
+        if not one.isfinite().all():
+            return "outputs are not finite"
+        if not one.numel():
+            continue
+        off, most = float((one - other).abs().max()), float(other.abs().max())
+        if off > tolerance * most:
+            share = off / most if most else math.inf
+            return f"outputs differ from eager float32 by {share:.1e} of the largest, expected {tolerance:.0e} or less"
+    return ""
+
+
+def _tensors_of(output: Any) -> list[Tensor]:
+    """All tensors of what a network returns, in order."""
+    from torch.utils._pytree import tree_leaves
+
+    return [torch.as_tensor(leaf) for leaf in tree_leaves(output) if hasattr(leaf, "shape")]
+
+
+def _comparisons(timings: Sequence[Timing]) -> Iterator[Comparison]:
+    known = {(t.network, t.backend, t.batch): t for t in timings}
+    for timing in timings:
+        if timing.network != BASE:
+            same = [t for t in timings if (t.network, t.backend) == (timing.network, timing.backend)]
+            largest = max(same, key=lambda t: t.batch)
+            yield compare(known[BASE, timing.backend, timing.batch], timing, largest)
+
+
+def _problem(error: Exception) -> str:
+    return str(error) if isinstance(error, SpalierError) else f"{type(error).__name__}: {first_line(error)}"
+
+
+# the backends
+
+
+def _obstacle(backend: Backend, device: torch.device) -> str:
+    """Why nothing can be measured with a backend here; empty if it can be tried.
+
+    What the backend needs is imported now: else the first network would be charged for it.
+    """
+    needed = {"compiled": ["torch._dynamo", "torch._inductor.compile_fx"], "eager": []}
+    if backend == "onnxruntime" and device.type != "cpu":
+        return f"onnxruntime is measured on CPUs, and the base is on {device}"
+    try:
+        for name in needed.get(backend, ["onnx", "onnxscript", "onnxruntime"]):
+            import_optional(name, "the onnxruntime backend")
+    except Exception as error:  # whatever a broken installation raises
+        return _problem(error)
+    return ""
+
+
+def prepare(backend: Backend, net: nn.Module, x: Tensor, threads: int, file: Path) -> Call:
+    """A call of a plain network, in eval mode, on a batch; onnxruntime needs a number of threads and a file."""
+    if backend == "eager":
+        return finished(lambda: net(x), x.device)
+    if backend == "compiled":
+        return _compiled(net, x)
+    return _onnxruntime(net, x, threads, file)
+
+
+def _compiled(net: nn.Module, x: Tensor) -> Call:
+    """Compiled for this network and this shape alone."""
+
+    def forward(x: Tensor) -> Any:
+        return net(x)
+
+    # Dynamo keeps what it compiled with the code object of the function. Networks of one class would share a cache,
+    # look through each other's entries at every call and, from the ninth on, silently run eager. A code object of
+    # their own keeps them apart; torch._dynamo.reset would throw away what others have compiled.
+    forward.__code__ = forward.__code__.replace()
+    graphs = _graph_count()
+    compiled = torch.compile(forward, dynamic=False)
+    call = finished(lambda: compiled(x), x.device)
+    call()
+    if _graph_count() == graphs:
+        raise RuntimeError("torch.compile left the network as it is; is TORCH_COMPILE_DISABLE set?")
+    return call
+
+
+def _graph_count() -> int:
+    """How many graphs Dynamo has compiled so far."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+@contextmanager
+def _compiler_settings(backend: Backend) -> Iterator[None]:
+    """Errors of the compiler are errors, whatever the caller has set, and so is a network that it gives up."""
+    if backend != "compiled":
+        yield
+        return
+    from torch._dynamo import config
+
+    strict = config.patch(suppress_errors=False, fail_on_recompile_limit_hit=True)
+    with strict, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler's own libraries
+        yield
+
+
+def _onnxruntime(net: nn.Module, x: Tensor, threads: int, file: Path) -> Call:
+    import onnxruntime
+
+    x = x.contiguous()  # the only layout it takes; else every call would pay for a copy
+    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporter's own libraries
+        torch.onnx.export(net, (x,), str(file), dynamo=True, verbose=False)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3
+    # Else the threads of one network go on spinning through the next one's turn.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    feed = {session.get_inputs()[0].name: x.numpy()}
+    return lambda: session.run(None, feed)
+
+
+# networks and examples
+
+
+def _by_name(tasks: Mapping[str, Task] | Sequence[Task]) -> dict[str, Task]:
+    pairs = list(tasks.items()) if isinstance(tasks, Mapping) else [(task.name, task) for task in tasks]
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        raise ConfigError("two tasks have the same name; pass a mapping from other names to tasks")
+    if BASE in named:
+        raise ConfigError(f'a task has the name "{BASE}", as the base does; pass a mapping with another name')
+    return named
+
+
+def _noise(base: nn.Module, tasks: Mapping[str, Task]) -> Tensor:
+    """An image as the tasks were learned with, if they say so."""
+    sizes = {task.info().preprocessing.get("size") for task in tasks.values()}
+    size = sizes.pop() if len(sizes) == 1 else None
+    channels = next((m.in_channels for m in base.modules() if isinstance(m, nn.Conv2d)), None)
+    if not isinstance(size, int) or channels is None:
+        raise ExampleError(
+            "there is no example, and the tasks do not tell one size of images; pass example=, "
+            "a tensor with one sample or more (on the command line, --shape)"
+        )
+    noise = torch.randn(1, channels, size, size, generator=torch.Generator().manual_seed(0))
+    return noise.to(_dtype(base))
+
+
+def _layout(net: nn.Module, example: Tensor) -> torch.memory_format:
+    """The memory layout of a network's weights. A 1x1 weight is contiguous both ways and tells nothing."""
+    last = example.dim() == 4 and any(
+        p.dim() == 4 and not p.is_contiguous() and p.is_contiguous(memory_format=torch.channels_last)
+        for p in net.parameters()
+    )
+    return torch.channels_last if last else torch.contiguous_format
+
+
+def _macs(net: nn.Module, x: Tensor) -> int | None:
+    try:
+        return count(net, x.clone()).macs
+    except ExampleError:  # it mixes samples; that it runs at all is seen elsewhere
+        return None
+
+
+def _notes(nets: Mapping[str, nn.Module], x: Tensor, macs: Mapping[str, int | None], fold: bool) -> list[str]:
+    """What is worth knowing of the networks before they are compared."""
+    shapes = {name: _output_shapes(net, x) for name, net in nets.items()}
+    notes = [
+        f"{name} has outputs of {shape}, the base of {shapes[BASE]}: heads are measured as they are"
+        for name, shape in shapes.items()
+        if shape != shapes[BASE]
+    ]
+    unknown = [name for name, found in macs.items() if found is None]
+    if unknown:
+        notes.append(f"the MACs of {', '.join(unknown)} cannot be counted for one sample")
+    if fold and len(nets) > 1:
+        notes.append("the tasks' batch norms are folded, the base's are not")
+    return notes
+
+
+@torch.inference_mode()
+def _output_shapes(net: nn.Module, x: Tensor) -> str:
+    try:
+        outputs = _tensors_of(net(x.clone()))
+    except Exception as error:  # whatever the network raises
+        raise ExampleError(
+            f"the example of shape {tuple(x.shape)} does not run through the network ({_problem(error)}); "
+            "expected a batch that net(example) takes"
+        ) from error
+    return ", ".join("x".join(map(str, t.shape[1:])) for t in outputs)
+
+
+@contextmanager
+def _eval_mode(base: nn.Module, threads: int | None) -> Iterator[None]:
+    """The base in eval mode and so many threads; afterwards all is as before."""
+    before = torch.get_num_threads()
+    training = [(module, module.training) for module in base.modules()]
+    try:
+        base.eval()
+        torch.set_num_threads(threads or before)
+        yield
+    finally:
+        torch.set_num_threads(before)
+        for module, mode in training:
+            module.training = mode
+
+
+def _check_options(
+    batches: Sequence[int], backends: Sequence[str], rounds: int, seconds: float, threads: int | None
+) -> None:
+    if isinstance(backends, str) or not backends or not set(backends) <= set(BACKENDS):
+        raise ConfigError(f"backends is {backends!r}, expected some of {', '.join(BACKENDS)}")
+    if not batches:
+        raise ConfigError("batches is empty, expected integers of at least 1")
+    for batch in batches:
+        check_integer("batches", batch, 1)
+    check_integer("rounds", rounds, MIN_ROUNDS)
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(f"seconds is {seconds!r}, expected a number of at least 0")
+    if threads is not None:
+        check_integer("threads", threads, 1)
