@@ -48,7 +48,6 @@ STRUCTURE_LAYERS = [
     {"streams"},
     {"sites"},
     {"structure"},
-    {"find"},
 ]
 PRUNING_LAYERS = [
     {"modules", "regression"},

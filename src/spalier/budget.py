@@ -27,8 +27,8 @@ from spalier.errors import BudgetError, SpalierError
 from spalier.pruning.cuts import cuts_of
 from spalier.pruning.plan import Kept, Plan, Prediction, Writers, kept_of
 from spalier.pruning.prune import prune_
-from spalier.structure.labels import Ints
-from spalier.structure.structure import Mask, Structure
+from spalier.structure.labels import Ints, Mask
+from spalier.structure.structure import Structure
 
 Ranks = Mapping[str, int]
 """How many components of each adapter stay, by the path of its layer."""

@@ -28,7 +28,8 @@ from spalier.errors import BudgetError, ConfigError, PlanError
 from spalier.pruning.plan import MARK, Kept, Plan, Writers, settled
 from spalier.pruning.prune import prune_
 from spalier.structure.capture import arguments, copied
-from spalier.structure.structure import Mask, Structure, structure_of
+from spalier.structure.labels import Mask
+from spalier.structure.structure import Structure, structure_of
 
 GRID = (0.125, 0.25, 0.5, 1.0)
 """The shares of a layer's inputs and outputs at which it is timed."""

@@ -11,8 +11,7 @@ from torch import nn
 from spalier.errors import TraceError
 from spalier.pruning.dry_run import unfollowed
 from spalier.pruning.plan import MARK
-from spalier.structure.find import Freeze, find, without
-from spalier.structure.structure import Cache, Structure, fingerprint
+from spalier.structure.structure import Cache, Freeze, Structure, find, fingerprint, without
 
 
 def trace(

@@ -376,7 +376,6 @@ def test_losses_that_say_nothing_are_refused():
 def test_unknown_names_and_networks_are_refused():
     net = settled_cnn()
     refused("expected one of weight, magnitude", net, criterion="tailor", error=ConfigError)
-    refused("expected what trace returns", net, criterion="weight", structure=3, error=ConfigError)
     refused("attach_ an example", tiny_cnn(), criterion="weight", error=TraceError)
     with pytest.raises(ScoreError, match="expected a name such as"):
         sp.score(net, criterion="weight")["nowhere"]

@@ -30,7 +30,7 @@ from spalier.pruning.modules import base_scale, run_attention
 from spalier.pruning.plan import Kept, kept_of
 from spalier.structure.capture import in_eval_mode
 from spalier.structure.sites import Side, Site, layer_name
-from spalier.structure.streams import present
+from spalier.structure.streams import kept_indices
 from spalier.structure.structure import Structure
 from spalier.text import first_line
 
@@ -457,11 +457,11 @@ class Probe:
 
     def watch(self, site: Site) -> Watch:
         """How a site is watched in the network as it is now."""
-        size = len(site.placed[0][1])
-        left = present(site.placed, size, self.kept.streams)
+        size = len(site.units[0][1])
+        left = kept_indices(site.units, size, self.kept.streams)
         if site.writer in self.kept.writers and site.side == "output":
             left = left & self.kept.writers[site.writer]
-        units = dict(site.placed)[site.stream][left]
+        units = dict(site.units)[site.stream][left]
         alive = np.unique(units[units >= 0])
         where = np.where(units >= 0, np.searchsorted(alive, units), len(alive))
         return Watch(site, torch.from_numpy(where), len(alive))

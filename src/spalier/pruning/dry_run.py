@@ -24,8 +24,9 @@ from spalier.pruning.cuts import Cutter, Indices, cuts_of
 from spalier.pruning.plan import Kept, kept_of
 from spalier.pruning.prune import apply_
 from spalier.structure.capture import arguments, as_base, on_device_of, operation, quiet
-from spalier.structure.find import UNUSED
-from spalier.structure.structure import Extent, Mask, Structure
+from spalier.structure.labels import Mask
+from spalier.structure.streams import Extent
+from spalier.structure.structure import UNUSED, Structure
 from spalier.structure.walk import Value
 from spalier.text import first_line
 
@@ -84,8 +85,7 @@ def _suspects(structure: Structure, left: Iterable[int], place: str) -> list[int
         for number in left
         if any(member.tensor.startswith(inside) for member in structure.streams[number].members)
         or any(
-            extent.module == place
-            and any(number == stream for placed in extent.placed for stream, _ in placed)
+            extent.module == place and any(number == stream for units in extent.units for stream, _ in units)
             for extent in structure.extents
         )
     ]
@@ -204,8 +204,8 @@ class _Probe:
         return None
 
     def _left(self, value: Value, masks: list[Mask]) -> tuple[int, ...]:
-        placed = [self.captured.assembly.placed(value.on(axis)) for axis in range(len(value.shape))]
-        return Extent("", value.shape, tuple(placed)).left(masks)
+        units = [self.captured.assembly.units_on(value.on(axis)) for axis in range(len(value.shape))]
+        return Extent("", value.shape, tuple(units)).left(masks)
 
 
 class _FakeCutter(Cutter):

@@ -19,7 +19,7 @@ from spalier.adapters.attachment import Changes
 from spalier.adapters.geometry import Added
 
 if TYPE_CHECKING:
-    from spalier.structure.structure import Mask
+    from spalier.structure.labels import Mask
 
 NAME = "spread"
 

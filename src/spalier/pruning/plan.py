@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from spalier.adapters.geometry import tensors_of
 from spalier.errors import PlanError
-from spalier.structure.streams import present
-from spalier.structure.structure import Mask, Structure
+from spalier.structure.labels import Mask
+from spalier.structure.streams import kept_indices
+from spalier.structure.structure import Structure
 from spalier.text import table
 
 
@@ -192,7 +193,7 @@ class Kept:
 
     def _indices(self, structure: Structure, tensor: str, axis: int) -> Mask:
         size = structure.shapes[tensor][axis]
-        left = present(structure.axes.get((tensor, axis), ()), size, self.streams)
+        left = kept_indices(structure.axes.get((tensor, axis), ()), size, self.streams)
         for writer in structure.writers:
             if writer.name in self.writers and (tensor, axis) in writer.members:
                 left &= self.writers[writer.name]

@@ -39,8 +39,7 @@ from spalier.pruning.plan import MARK, Kept, Plan, after, kept_of
 from spalier.pruning.recovery import Recovered, Recovery, calibration_of, recover_
 from spalier.pruning.verify import first_difference, is_close, masked_outputs, tolerance
 from spalier.structure.capture import arguments, copied, in_eval_mode, preserved
-from spalier.structure.find import capture_again_
-from spalier.structure.structure import Structure
+from spalier.structure.structure import Structure, capture_again_
 
 
 def prune_(

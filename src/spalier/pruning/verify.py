@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_leaves
 from spalier.adapters.attachment import Changes
 from spalier.pruning.plan import Kept
 from spalier.structure.capture import arguments, copied, in_eval_mode, module_of, operation, preserved
-from spalier.structure.streams import present
-from spalier.structure.structure import Captured, Mask, Structure
+from spalier.structure.labels import Mask
+from spalier.structure.streams import kept_indices
+from spalier.structure.structure import Captured, Structure
 from spalier.structure.walk import Statistic, Value
 from spalier.text import first_line
 
@@ -69,7 +70,7 @@ class _Run:
         self.before, self.after = before, after
         signature = captured.program.graph_signature
         self.owners = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-        self.statistics = {statistic.node: statistic for statistic in captured.walk.found.statistics}
+        self.statistics = {statistic.node: statistic for statistic in captured.walk.statistics}
         self.seen: dict[Node, Any] = {}
         self.watched: set[Node] = set()
         self.only: set[tuple[str, int]] | None = None
@@ -159,8 +160,8 @@ class _Run:
         shape = [1] * value.dim()
         left = torch.ones(shape, dtype=value.dtype, device=value.device)
         for axis, fields in statistic.fields.items():
-            placed = self.captured.assembly.placed(fields)
-            mask = torch.from_numpy(present(placed, value.shape[axis], self.after.streams))
+            units = self.captured.assembly.units_on(fields)
+            mask = torch.from_numpy(kept_indices(units, value.shape[axis], self.after.streams))
             dims = [len(mask) if a == axis else 1 for a in range(value.dim())]
             left = left * mask.to(left).view(dims)
         return left
@@ -337,10 +338,10 @@ def _ends(captured: Captured, outputs: Mapping[str, Tensor]) -> dict[Node, str]:
 
 
 def _left_of(captured: Captured, node: Node, value: Tensor, left: Kept) -> Tensor:
-    carried = captured.walk.found.values.get(node)
+    carried = captured.walk.values.get(node)
     if not isinstance(carried, Value):
         return value
     for axis, fields in carried.fields.items():
-        mask = present(captured.assembly.placed(fields), value.shape[axis], left.streams)
+        mask = kept_indices(captured.assembly.units_on(fields), value.shape[axis], left.streams)
         value = value.index_select(axis, torch.from_numpy(np.flatnonzero(mask)).to(value.device))
     return value

@@ -1,11 +1,18 @@
-"""Rules for operations that compute: element by element, by contraction, or with statistics over an axis."""
+"""Rules for operations that compute: entry by entry, by contraction, or with statistics over an axis.
+
+- *Entry by entry*, axes meet: their labels are one. An axis that meets one without labels must stay.
+- *Contractions* are products over lettered axes, summed over some of them (`contract`): linear layers, `matmul`,
+  `einsum`, attention. A convolution is one over its channels; with groups, its channels are split into (groups,
+  channels), and depthwise convolutions need nothing more.
+- *Norms* have parameters that ride on the channels. Where they average over labelled axes, the place is noted: there
+  the mean is that of what is left. Any other reduction or softmax over a labelled axis freezes it.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -15,85 +22,17 @@ from spalier.structure.capture import operation
 from spalier.structure.labels import Ints
 from spalier.structure.walk import Kind, Result, Value, Walk, argument, rule, shape_of, sources, unknown
 
-Operand = tuple[Value, str]
-"""A tensor and a letter for each of its axes."""
+TAPS = "a tap of a kernel"
+"""Taps are no channels, and what must stay for this reason is not listed."""
+
+# entry by entry
 
 
-def contract(
-    walk: Walk, operands: Sequence[Operand], out: str, shape: tuple[int, ...], *, counted: bool = True
-) -> Value:
-    """A product over lettered axes, summed over the letters that ``out`` lacks: every contraction is one.
-
-    Axes of one letter run in parallel, so their labels are one. It costs the product of all sizes.
-    """
-    met: dict[str, list[Ints]] = {}
-    for letter in dict.fromkeys("".join(letters for _, letters in operands)):
-        sides = [
-            v.on(axes.index(letter)) for v, axes in operands if letter in axes and _size(v, axes, letter) > 1
-        ]
-        met[letter] = walk.meet(sides) if any(sides) else []
-        _note_roles(walk, operands, letter, letter in out)
-    if counted:
-        _note_term(walk, operands, met)
-    fields = {axis: met[letter] for axis, letter in enumerate(out) if met.get(letter)}
-    return Value(shape, fields, sources([value for value, _ in operands]))
-
-
-def _note_term(walk: Walk, operands: Sequence[Operand], met: dict[str, list[Ints]]) -> None:
-    owned = [(walk.owner(value), letters) for value, letters in operands if walk.owner(value)]
-    tensor, own = owned[0] if owned else ("", "")
-    others = [letter for letter in met if letter not in own]
-    sizes = {x: max(_size(v, axes, x) for v, axes in operands if x in axes) for x in others}
-    times = math.prod(sizes[letter] for letter in others if not met[letter])
-    walk.term(times, tensor, range(len(own)), [met[letter] for letter in others if met[letter]])
-
-
-def _size(value: Value, axes: str, letter: str) -> int:
-    return value.shape[axes.index(letter)]
-
-
-def _note_roles(walk: Walk, operands: Sequence[Operand], letter: str, kept: bool) -> None:
-    """A parameter writes the channels that only it has, and reads those that are summed over."""
-    if all(value.is_static for value, _ in operands):
-        return
-    for value, axes in operands:
-        if value.is_static and letter in axes:
-            shared = any(letter in other for v, other in operands if v is not value)
-            role: Kind = "writer" if kept and not shared else "reader" if shared and not kept else "rider"
-            walk.role(value, value.on(axes.index(letter)), role)
-
-
-# PyTorch tags most element-wise operations as pointwise, but not these
-_UNTAGGED = [
-    "copy",
-    "addcmul",
-    "addcdiv",
-    "lerp",
-    "masked_fill",
-    "where",
-    "hardswish",
-    "hardsigmoid",
-    "hardtanh",
-    "relu6",
-    "leaky_relu",
-    "elu",
-    "celu",
-    "selu",
-    "softplus",
-    "mish",
-    "silu",
-    "gelu",
-    "threshold",
-    "hardshrink",
-    "softshrink",
-    "log_sigmoid",
-    "rrelu",
-    "square",
-    "nan_to_num",
-]
-
-
-@rule("pointwise", *_UNTAGGED)
+# PyTorch tags most element-wise operations as pointwise, but not those after the first name here
+@rule(
+    "pointwise copy addcmul addcdiv lerp masked_fill where hardswish hardsigmoid hardtanh relu6 leaky_relu elu celu "
+    "selu softplus mish silu gelu threshold hardshrink softshrink log_sigmoid rrelu square nan_to_num"
+)
 def pointwise(walk: Walk, node: Node) -> Result:
     """Broadcast, entry by entry."""
     return broadcast(walk, walk.operands(node), shape_of(node))
@@ -128,29 +67,69 @@ def _with_channel_parameters(walk: Walk, value: Value, parameters: Sequence[Valu
     return Value(value.shape, fields, sources([value, *parameters]))
 
 
-def _given(walk: Walk, *nodes: Any) -> list[Value]:
-    return [walk.value(n) for n in nodes if isinstance(n, Node)]
-
-
 # contractions
+
+Operand = tuple[Value, str]
+"""A tensor and a letter for each of its axes."""
+
+
+def contract(
+    walk: Walk, operands: Sequence[Operand], out: str, shape: tuple[int, ...], *, counted: bool = True
+) -> Value:
+    """A product over lettered axes, summed over the letters that ``out`` lacks: every contraction is one.
+
+    Axes of one letter run in parallel, so their labels are one. It costs the product of all sizes.
+    """
+    met: dict[str, list[Ints]] = {}
+    for letter in dict.fromkeys("".join(letters for _, letters in operands)):
+        on = [(value, axes.index(letter)) for value, axes in operands if letter in axes]
+        sides = [value.on(axis) for value, axis in on if value.shape[axis] > 1]
+        met[letter] = walk.meet(sides) if any(sides) else []
+        _note_roles(walk, operands, letter, is_kept=letter in out)
+    if counted:
+        _note_cost(walk, operands, met)
+    fields = {axis: met[letter] for axis, letter in enumerate(out) if met.get(letter)}
+    return Value(shape, fields, sources([value for value, _ in operands]))
+
+
+def _note_roles(walk: Walk, operands: Sequence[Operand], letter: str, *, is_kept: bool) -> None:
+    """A parameter writes the channels that only it has, and reads those that are summed over."""
+    if all(value.is_static for value, _ in operands):
+        return  # a weight is computed from others; its role shows where it meets the network's input
+    for value, axes in operands:
+        if value.is_static and letter in axes:
+            shared = any(letter in other for v, other in operands if v is not value)
+            role: Kind = (
+                "writer" if is_kept and not shared else "reader" if shared and not is_kept else "rider"
+            )
+            walk.note_role(value, value.on(axes.index(letter)), role)
+
+
+def _note_cost(walk: Walk, operands: Sequence[Operand], met: dict[str, list[Ints]]) -> None:
+    owned = [(walk.owner(value), letters) for value, letters in operands if walk.owner(value)]
+    tensor, own = owned[0] if owned else ("", "")
+    others = [letter for letter in met if letter not in own]
+    sizes = {x: max(v.shape[axes.index(x)] for v, axes in operands if x in axes) for x in others}
+    times = math.prod(sizes[letter] for letter in others if not met[letter])
+    walk.note_cost(times, tensor, range(len(own)), [met[letter] for letter in others if met[letter]])
 
 
 @rule("linear")
 def linear(walk: Walk, node: Node) -> Result:
     """``x W^T + b``."""
     value, weight = walk.value(node.args[0]), walk.value(node.args[1])
-    batch = _letters(len(value.shape) - 1)
-    shape = shape_of(node)
+    batch, shape = _batch_letters(value, 1), shape_of(node)
     axes = "oi" if len(weight.shape) == 2 else "i"
     out = contract(walk, [(value, batch + "i"), (weight, axes)], batch + axes[:-1], shape)
-    return broadcast(walk, [out, *_given(walk, argument(node, 2, "bias"))], shape)
+    return broadcast(walk, [out, *walk.given(argument(node, 2, "bias"))], shape)
 
 
-def _letters(count: int) -> str:
-    return "ABCDEFGH"[:count]
+def _batch_letters(value: Value, others: int) -> str:
+    """Letters for the axes in front of the last ones."""
+    return "ABCDEFGH"[: len(value.shape) - others]
 
 
-@rule("matmul", "mm", "bmm", "mv", "dot", "vdot")
+@rule("matmul mm bmm mv dot vdot")
 def matmul(walk: Walk, node: Node) -> Result:
     """The last axis of one with the last but one of the other."""
     return _product(walk, walk.value(node.args[0]), walk.value(node.args[1]), shape_of(node))
@@ -158,13 +137,14 @@ def matmul(walk: Walk, node: Node) -> Result:
 
 def _product(walk: Walk, a: Value, b: Value, shape: tuple[int, ...]) -> Value:
     most = max(len(a.shape), len(b.shape), 2) - 2
-    left = _letters(most)[most + 2 - len(a.shape) :] + "mk" if len(a.shape) > 1 else "k"
-    right = _letters(most)[most + 2 - len(b.shape) :] + "kn" if len(b.shape) > 1 else "k"
-    out = _letters(most) + ("m" if len(a.shape) > 1 else "") + ("n" if len(b.shape) > 1 else "")
+    batch = "ABCDEFGH"[:most]  # batch axes are matched from the last one on
+    left = batch[most + 2 - len(a.shape) :] + "mk" if len(a.shape) > 1 else "k"
+    right = batch[most + 2 - len(b.shape) :] + "kn" if len(b.shape) > 1 else "k"
+    out = batch + ("m" if len(a.shape) > 1 else "") + ("n" if len(b.shape) > 1 else "")
     return contract(walk, [(a, left), (b, right)], out, shape)
 
 
-@rule("addmm", "baddbmm")
+@rule("addmm baddbmm")
 def addmm(walk: Walk, node: Node) -> Result:
     """A bias plus a product."""
     bias, a, b = (walk.value(n) for n in node.args[:3])
@@ -186,50 +166,38 @@ def einsum(walk: Walk, node: Node) -> Result:
 def bilinear(walk: Walk, node: Node) -> Result:
     """Two inputs and a weight of (out, first, second)."""
     first, second, weight = (walk.value(n) for n in node.args[:3])
-    batch = _letters(len(first.shape) - 1)
+    batch = _batch_letters(first, 1)
     operands = [(first, batch + "i"), (second, batch + "j"), (weight, "oij")]
     out = contract(walk, operands, batch + "o", shape_of(node))
-    return broadcast(walk, [out, *_given(walk, argument(node, 3, "bias"))], shape_of(node))
+    return broadcast(walk, [out, *walk.given(argument(node, 3, "bias"))], shape_of(node))
 
 
-@rule("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+@rule("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d")
 def convolution(walk: Walk, node: Node) -> Result:
     """Channels are contracted inside of each group; pixels and taps must stay."""
     value, weight = walk.value(node.args[0]), walk.value(node.args[1])
-    name, channel = operation(node), len(value.shape) - len(weight.shape) + 1
+    name, shape = operation(node), shape_of(node)
+    channel = len(value.shape) - len(weight.shape) + 1  # the batch axis may be missing
     transposed = "transpose" in name or (name == "convolution" and bool(node.args[6]))
-    groups = int(_groups(node, name))
-    reason = walk.reason
+    groups = argument(node, 8 if name == "convolution" else 6, "groups", 1)
     walk.freeze_all(value, range(channel + 1, len(value.shape)))
-    walk.reason = TAPS
-    walk.freeze_all(weight, range(2, len(weight.shape)))
-    walk.reason = reason
-    made = _grouped(walk, value, channel, weight, groups, transposed, shape_of(node)[channel])
-    pixels = value.shape if transposed else shape_of(node)
+    walk.freeze_all(weight, range(2, len(weight.shape)), TAPS)
+    made = _grouped(walk, value, channel, weight, groups, transposed, shape[channel])
+    pixels = value.shape if transposed else shape
     _note_convolution(walk, weight, math.prod(pixels[:channel]) * math.prod(pixels[channel + 1 :]))
-    out = Value(shape_of(node), {a: f for a, f in value.fields.items() if a < channel}, made.sources)
-    out.fields[channel] = made.on(0)
-    return _with_channel_parameters(walk, out, _given(walk, argument(node, 2, "bias")), channel)
+    batch = {axis: fields for axis, fields in value.fields.items() if axis < channel}
+    out = Value(shape, {**batch, channel: made.on(0)}, made.sources)
+    return _with_channel_parameters(walk, out, walk.given(argument(node, 2, "bias")), channel)
 
 
 def _note_convolution(walk: Walk, weight: Value, pixels: int) -> None:
     """Every entry of the kernel is used once for each pixel."""
     times = pixels * math.prod(weight.shape[2:])
     if walk.owner(weight):
-        walk.term(times, walk.owner(weight), (0, 1), [])
+        walk.note_cost(times, walk.owner(weight), (0, 1), [])
     else:
         plain = math.prod(n for axis, n in enumerate(weight.shape[:2]) if not weight.on(axis))
-        walk.term(times * plain, "", (), [weight.on(axis) for axis in (0, 1) if weight.on(axis)])
-
-
-TAPS = "a tap of a kernel"
-"""Taps are no channels, and what must stay for this reason is not listed."""
-
-
-def _groups(node: Node, name: str) -> Any:
-    if name == "convolution":
-        return node.args[8]
-    return argument(node, 6, "groups", 1)
+        walk.note_cost(times * plain, "", (), [weight.on(axis) for axis in (0, 1) if weight.on(axis)])
 
 
 def _grouped(
@@ -237,31 +205,26 @@ def _grouped(
 ) -> Value:
     """The labels of the output channels, as a value of one axis."""
     inputs = value.shape[channel]
-    origin = sources([value, weight])
     if groups == 1:
         x = Value((inputs,), {0: value.on(channel)}, value.sources)
         w = Value(weight.shape[:2], {a: weight.on(a) for a in (0, 1)}, weight.sources)
         return contract(walk, [(x, "i"), (w, "io" if transposed else "oi")], "o", (outputs,), counted=False)
-    x = _split(walk, value.on(channel), groups, inputs, value.sources)
-    rows = _split(walk, weight.on(0), groups, weight.shape[0], weight.sources)
-    side = {2: weight.on(1)}
-    w = Value((*rows.shape, weight.shape[1]), {**rows.fields, **side}, weight.sources)
-    product = contract(
-        walk,
-        [(x, "gi"), (w, "gio" if transposed else "goi")],
-        "go",
-        (groups, outputs // groups),
-        counted=False,
-    )
-    fields = [np.repeat(f, outputs // groups) for f in product.on(0)] + [
-        np.tile(f, groups) for f in product.on(1)
-    ]
-    return Value((outputs,), {0: fields}, origin)
+    x = Value((groups, inputs // groups), _split(walk, value.on(channel), groups, inputs), value.sources)
+    fields = {**_split(walk, weight.on(0), groups, weight.shape[0]), 2: weight.on(1)}
+    w = Value((groups, weight.shape[0] // groups, weight.shape[1]), fields, weight.sources)
+    per_group = outputs // groups
+    operands = [(x, "gi"), (w, "gio" if transposed else "goi")]
+    out = contract(walk, operands, "go", (groups, per_group), counted=False)
+    return Value((outputs,), {0: _joined(out.on(0), out.on(1), groups, per_group)}, out.sources)
 
 
-def _split(walk: Walk, fields: list[Ints], groups: int, size: int, origin: frozenset[str] | None) -> Value:
-    rows, columns = walk.split(fields, (groups, size // groups))
-    return Value((groups, size // groups), {0: rows, 1: columns}, origin)
+def _split(walk: Walk, fields: list[Ints], groups: int, size: int) -> dict[int, list[Ints]]:
+    return dict(enumerate(walk.split(fields, (groups, size // groups))))
+
+
+def _joined(rows: list[Ints], columns: list[Ints], groups: int, per_group: int) -> list[Ints]:
+    """An axis of (groups, channels) as one again."""
+    return [np.repeat(field, per_group) for field in rows] + [np.tile(field, groups) for field in columns]
 
 
 @rule("embedding")
@@ -270,7 +233,7 @@ def embedding(walk: Walk, node: Node) -> Result:
     weight, shape = walk.value(node.args[0]), shape_of(node)
     walk.freeze_all(weight, (0,))
     walk.freeze_all(walk.value(node.args[1]))
-    walk.role(weight, weight.on(1), "writer")
+    walk.note_role(weight, weight.on(1), "writer")
     return Value(shape, {len(shape) - 1: weight.on(1)}, sources(walk.operands(node)))
 
 
@@ -280,24 +243,20 @@ def attention(walk: Walk, node: Node) -> Result:
     query, key, value = (walk.value(n) for n in node.args[:3])
     if len({len(v.shape) for v in (query, key, value)}) > 1:
         return unknown(walk, node)
-    batch = _letters(len(query.shape) - 2)
     if argument(node, 7, "enable_gqa", False):
         key, value = (_repeated(v, query.shape[-3]) for v in (key, value))
     if node.kwargs.get("scale") is None:
-        reason, walk.reason = walk.reason, f"{walk.reason}: it scales by the head size"
-        walk.freeze(query.on(-1) + key.on(-1))
-        walk.reason = reason
-    walk.freeze(key.on(-2) + value.on(-2))  # softmax
-    shape = (*query.shape[:-1], key.shape[-2])
+        walk.freeze(query.on(-1) + key.on(-1), f"{walk.reason}: it scales by the head size")
+    walk.freeze(key.on(-2) + value.on(-2))  # softmax runs over the keys' positions
+    batch, shape = _batch_letters(query, 2), (*query.shape[:-1], key.shape[-2])
     scores = contract(walk, [(query, batch + "qe"), (key, batch + "ke")], batch + "qk", shape)
-    scores = broadcast(walk, [scores, *_given(walk, argument(node, 3, "attn_mask"))], shape)
+    scores = broadcast(walk, [scores, *walk.given(argument(node, 3, "attn_mask"))], shape)
     return contract(walk, [(scores, batch + "qk"), (value, batch + "kv")], batch + "qv", shape_of(node))
 
 
 def _repeated(value: Value, heads: int) -> Value:
     """Keys or values of grouped queries, one for each query head."""
-    times = heads // value.shape[-3]
-    axis = len(value.shape) - 3
+    times, axis = heads // value.shape[-3], len(value.shape) - 3
     shape = (*value.shape[:-3], heads, *value.shape[-2:])
     fields = {**value.fields, axis: [np.repeat(f, times) for f in value.on(axis)]}
     return Value(shape, fields, value.sources)
@@ -306,26 +265,26 @@ def _repeated(value: Value, heads: int) -> Value:
 # norms and other statistics
 
 
-@rule("batch_norm", "instance_norm", "_native_batch_norm_legit")
+@rule("batch_norm instance_norm _native_batch_norm_legit")
 def batch_norm(walk: Walk, node: Node) -> Result:
     """Each channel by itself; its parameters and statistics ride."""
     value = walk.value(node.args[0])
-    own_statistics = bool(argument(node, 5, "training")) or node.args[3] is None
     others = {a: value.on(a) for a in range(len(value.shape)) if a != 1}
-    if own_statistics and value.is_static:
-        walk.statistic(node, others)  # a standardised weight: the mean is over its inputs
-    elif own_statistics:
-        walk.freeze_all(value, others)
-    return _with_channel_parameters(walk, value, _given(walk, *node.args[1:5]))
+    if bool(argument(node, 5, "training")) or node.args[3] is None:  # it takes the mean of what it is given
+        if value.is_static:
+            walk.note_statistic(node, others)  # a standardised weight: the mean is over its inputs
+        else:
+            walk.freeze_all(value, others)
+    return _with_channel_parameters(walk, value, walk.given(*node.args[1:5]))
 
 
-@rule("layer_norm", "rms_norm")
+@rule("layer_norm rms_norm")
 def layer_norm(walk: Walk, node: Node) -> Result:
     """Parameters ride; the statistics are those of what is left."""
     value, over = walk.value(node.args[0]), len(argument(node, 1))
     axes = range(len(value.shape) - over, len(value.shape))
-    walk.statistic(node, {a: value.on(a) for a in axes})
-    return broadcast(walk, [value, *_given(walk, *node.args[2:4])], value.shape)
+    walk.note_statistic(node, {a: value.on(a) for a in axes})
+    return broadcast(walk, [value, *walk.given(*node.args[2:4])], value.shape)
 
 
 @rule("group_norm")
@@ -333,42 +292,30 @@ def group_norm(walk: Walk, node: Node) -> Result:
     """Whole groups, or one position of every group; the statistics are those of what is left."""
     value, groups = walk.value(node.args[0]), int(argument(node, 1))
     walk.freeze_all(value, range(2, len(value.shape)))
-    out = _with_channel_parameters(walk, value, _given(walk, *node.args[2:4]))
+    out = _with_channel_parameters(walk, value, walk.given(*node.args[2:4]))
     rows, columns = walk.split(out.on(1), (groups, value.shape[1] // groups))
-    fields = [np.repeat(f, value.shape[1] // groups) for f in rows] + [np.tile(f, groups) for f in columns]
-    walk.statistic(node, {1: fields})
+    fields = _joined(rows, columns, groups, value.shape[1] // groups)
+    walk.note_statistic(node, {1: fields})
     return Value(out.shape, {0: value.on(0), 1: fields}, out.sources)
 
 
-@rule(
-    "mean",
-    "sum",
-    "amax",
-    "amin",
-    "std",
-    "var",
-    "linalg_vector_norm",
-    "norm",
-    "argmax",
-    "argmin",
-    "logsumexp",
-    "prod",
-)
+@rule("mean sum amax amin std var linalg_vector_norm norm argmax argmin logsumexp prod")
 def reduction(walk: Walk, node: Node) -> Result:
     """A labelled axis that is reduced must stay, but for the mean square of a norm that is written by hand."""
-    value = walk.value(node.args[0])
-    place = {"linalg_vector_norm": 2, "norm": 2}.get(operation(node), 1)
-    dims = argument(node, place, "dim")
+    value, made = walk.value(node.args[0]), node.meta["val"]
+    dims = argument(node, 2 if "norm" in operation(node) else 1, "dim")
     axes = [dims] if isinstance(dims, int) else list(dims or range(len(value.shape)))
     axes = [a % len(value.shape) for a in axes if isinstance(a, int)] if value.shape else []
     if _is_mean_square(node):
-        walk.statistic(node, {a: value.on(a) for a in axes})
+        walk.note_statistic(node, {a: value.on(a) for a in axes})
     else:
         walk.freeze_all(value, axes)
-    made = node.meta["val"]
     if not isinstance(made, Tensor):
         return unknown(walk, node)
-    return _reduced(value, axes, tuple(made.shape))
+    left = [a for a in range(len(value.shape)) if a not in axes]
+    places = left if made.dim() == len(value.shape) else range(len(left))  # keepdim, or not
+    fields = {place: value.on(a) for place, a in zip(places, left, strict=True) if value.on(a)}
+    return Value(tuple(made.shape), fields, value.sources)
 
 
 def _is_mean_square(node: Node) -> bool:
@@ -381,14 +328,7 @@ def _is_mean_square(node: Node) -> bool:
     return is_square and any(operation(user) == "rsqrt" for user in users)
 
 
-def _reduced(value: Value, axes: Sequence[int], shape: tuple[int, ...]) -> Value:
-    kept = [a for a in range(len(value.shape)) if a not in axes]
-    if len(shape) == len(value.shape):
-        return Value(shape, {a: value.on(a) for a in kept if value.on(a)}, value.sources)
-    return Value(shape, {new: value.on(a) for new, a in enumerate(kept) if value.on(a)}, value.sources)
-
-
-@rule("softmax", "log_softmax", "cumsum", "_softmax", "_log_softmax", "cumprod")
+@rule("softmax log_softmax cumsum _softmax _log_softmax cumprod")
 def along(walk: Walk, node: Node) -> Result:
     """Each entry depends on all others of the axis, so these must stay."""
     value = walk.value(node.args[0])
@@ -399,75 +339,50 @@ def along(walk: Walk, node: Node) -> Result:
 @rule("glu")
 def glu(walk: Walk, node: Node) -> Result:
     """One half gates the other."""
-    value = walk.value(node.args[0])
+    value, shape = walk.value(node.args[0]), shape_of(node)
     axis = int(argument(node, 1, "dim", -1)) % len(value.shape)
-    shape = shape_of(node)
-    rows, columns = walk.split(value.on(axis), (2, shape[axis]))
-    walk.freeze(rows)
+    halves, columns = walk.split(value.on(axis), (2, shape[axis]))
+    walk.freeze(halves)
     return Value(shape, {**value.fields, axis: columns}, value.sources)
 
 
-_SPATIAL = [
-    "max_pool",
-    "avg_pool",
-    "adaptive_avg_pool",
-    "adaptive_max_pool",
-    "lp_pool",
-    "fractional_max_pool",
-    "upsample_nearest",
-    "upsample_bilinear",
-    "upsample_bicubic",
-    "upsample_linear",
-    "upsample_trilinear",
-]
+# the rest
+
+
+def _in_every_dimension(names: str) -> str:
+    return " ".join(f"{name}{dims}d" for name in names.split() for dims in (1, 2, 3))
 
 
 @rule(
-    *(
-        f"{name}{n}d"
-        for name in (*_SPATIAL, "_upsample_nearest_exact", "_upsample_bilinear_aa")
-        for n in (1, 2, 3)
+    _in_every_dimension(
+        "max_pool avg_pool adaptive_avg_pool adaptive_max_pool lp_pool fractional_max_pool upsample_nearest "
+        "_upsample_nearest_exact upsample_linear upsample_bilinear _upsample_bilinear_aa upsample_trilinear "
+        "upsample_bicubic"
     )
 )
 def spatial(walk: Walk, node: Node) -> Result:
     """Each channel by itself; pixels must stay."""
-    value, shape = walk.value(node.args[0]), node.meta["val"]
-    if not isinstance(shape, Tensor):
+    value = walk.value(node.args[0])
+    if not isinstance(node.meta["val"], Tensor):
         return unknown(walk, node)
-    dims = int(re.findall(r"(\d)d", operation(node))[0])
-    first = len(value.shape) - dims
+    first = len(value.shape) - int(re.findall(r"(\d)d", operation(node))[0])
     walk.freeze_all(value, range(first, len(value.shape)))
     return Value(shape_of(node), {a: f for a, f in value.fields.items() if a < first}, value.sources)
 
 
-@rule(
-    "_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range_for_size", "sym_size"
-)
+@rule("_assert_tensor_metadata _assert_async _assert_scalar sym_constrain_range_for_size sym_size")
 def nothing(walk: Walk, node: Node) -> Result:
     """A check without a result."""
     return Value(())
 
 
-@rule(
-    *[
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "rand_like",
-        "randn_like",
-    ]
-)
+@rule("new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like rand_like randn_like")
 def fresh(walk: Walk, node: Node) -> Result:
     """Takes a shape and no values; what it makes carries no labels."""
     return Value(shape_of(node), {}, frozenset())
 
 
-@rule("wrap_with_set_grad_enabled", "wrap_with_autocast")
+@rule("wrap_with_set_grad_enabled wrap_with_autocast")
 def block(walk: Walk, node: Node) -> Result:
     """A part of the graph under a switch."""
     place = next(i for i, a in enumerate(node.args) if isinstance(a, Node) and a.op == "get_attr")

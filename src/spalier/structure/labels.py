@@ -1,32 +1,35 @@
-"""Labels: a number for every channel, and what is known of which of them live and die together.
+"""Labels: a number for every channel, and the facts that say which channels can only go together.
 
-Three kinds of facts are collected, in any order, and resolved once:
+Every axis of every parameter and buffer gets one label per index. The walk over the graph (`walk`) collects three
+kinds of facts about them:
 
 - *pairs*: two labels are one;
 - *rules*: a label is gone as soon as one of several others is. A view of an axis as (heads, head size) gives such a
-  rule: entry (h, d) is gone where head h or position d is gone, so an array that is split stays a rectangle;
+  rule: entry (h, d) is gone where head h or position d is gone. So what is split stays a rectangle, and whole heads and
+  positions in every head can both be pruned;
 - *frozen* labels, each with the reason.
 
-Every fact only ever takes freedom away, so adding one that is not needed prunes less, never wrongly.
+Facts are resolved once, when all of them are known, so nothing depends on the order of the walk. Every fact takes
+freedom away and none gives any: one too many prunes less, never wrongly.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 NONE = -1
-"""Stands where there is no label: an entry that is always there."""
+"""Stands where there is no label: an entry that always stays."""
 
 
 @dataclass(frozen=True)
 class LabelledAxis:
-    """An axis, of a parameter or made by a view, and the run of labels that it was given."""
+    """An axis and its labels, which are consecutive numbers."""
 
     owner: str
     """The parameter's name; empty for an axis that a view made."""
@@ -59,7 +62,7 @@ class Labels:
             self._frozen.append((labels, reason))
 
     def pair(self, a: Ints, b: Ints, reason: str) -> None:
-        """Entry by entry, these are one; what meets no label must stay."""
+        """Entry by entry, these are one; a label that is paired with none must stay."""
         both = (a != NONE) & (b != NONE)
         if both.all():
             self._pairs.append((a, b))
@@ -83,17 +86,21 @@ class Resolved:
     """What became of every label."""
 
     root: Ints
-    """The smallest label that each is one with."""
+    """For each label, the smallest one that it is paired with, directly or through others."""
     reasons: dict[int, str]
     """Why a root must stay."""
-    made: Ints
-    """The roots that rules make of others."""
+    derived: Ints
+    """The roots that rules define by others."""
     members: Ints
-    """The roots that each of these is gone with, (most, roots), filled up with NONE; none of them is made of others."""
+    """The roots that each of these is gone with, (most, derived), filled up with NONE; none of them is derived."""
 
     def atoms(self, labels: Ints) -> tuple[Ints, Ints]:
-        """The free roots that labels are gone with: positions in ``labels``, and the root at each; a label that is made
-        of several has several, one that must stay has none."""
+        """The *atoms*, free roots that no rule defines, that labels are gone with.
+
+        Returns positions in ``labels``, and the atom at each. A label that is derived from several atoms has a position
+        for each; one that must stay has none.
+        """
+        # a ragged gather: the atoms of root r are _flat[_starts[r]:][:_counts[r]]
         roots = np.where(labels == NONE, len(self.root), self.root[np.maximum(labels, 0)])
         counts = self._counts[roots]
         starts = np.repeat(self._starts[roots] - np.cumsum(counts) + counts, counts)
@@ -105,7 +112,7 @@ class Resolved:
         """How many atoms each root has; the last entry is for what has no label."""
         counts = np.append(np.ones(len(self.root), np.int64), 0)
         counts[list(self.reasons)] = 0
-        counts[self.made] = (self.members != NONE).sum(0)
+        counts[self.derived] = (self.members != NONE).sum(0)
         return counts
 
     @cached_property
@@ -115,17 +122,18 @@ class Resolved:
     @cached_property
     def _flat(self) -> Ints:
         """The atoms of all roots, one after the other."""
-        flat = np.repeat(np.arange(len(self._counts)), self._counts)
-        counts = self._counts[self.made]
-        places = np.repeat(self._starts[self.made] - np.cumsum(counts) + counts, counts) + np.arange(
-            counts.sum()
-        )
-        flat[places] = self.members.T[self.members.T != NONE]
+        flat = np.repeat(np.arange(len(self._counts)), self._counts)  # a plain root is its own atom
+        counts = self._counts[self.derived]
+        starts = np.repeat(self._starts[self.derived] - np.cumsum(counts) + counts, counts)
+        flat[starts + np.arange(counts.sum())] = self.members.T[self.members.T != NONE]
         return flat
 
 
 class _Resolution:
-    """Apply pairs, rules and frozen labels until nothing changes."""
+    """Applies pairs, rules and frozen labels until nothing changes.
+
+    All of it is array arithmetic over labels: networks have up to a million of them.
+    """
 
     def __init__(
         self,
@@ -138,92 +146,83 @@ class _Resolution:
         self.root = np.arange(size)
         self.left = np.concatenate([a for a, _ in pairs] or [empty])
         self.right = np.concatenate([b for _, b in pairs] or [empty])
-        self.rules = rules
-        self.reason: npt.NDArray[Any] = np.full(size, -1)
-        """For a root, the index of the first reason why it must stay."""
+        self.labels, self.members = _table(rules)
+        self.reason = np.full(size, -1)
+        """For a root that must stay, the index of the first reason in ``texts``; else -1."""
         self.texts = [text for _, text in frozen]
         self._connect()
         for index, (labels, _) in enumerate(frozen):
-            roots = self.root[labels]
-            self.reason[roots[self.reason[roots] < 0]] = index
+            self._hold(self.root[labels], np.full(len(labels), index))
 
     def run(self) -> Resolved:
-        labels, members = self._flat_rules()
         while True:
-            live = self._live(members)
-            if self._follow(labels, members, live):
+            live = self._live()
+            if self._follow(live):
                 continue
-            made, table = self._members(labels, members, live)
-            expanded = _expanded(made, table, len(self.root))
+            derived, members = self._definitions(live)
+            expanded = _expanded(derived, members, len(self.root))
             if expanded is not None:
-                return Resolved(self.root, self._reasons(), made, expanded)
-            circle = _circle({int(m): tuple(row[row != NONE]) for m, row in zip(made, table.T, strict=True)})
+                return Resolved(self.root, self._reasons(), derived, expanded)
+            circle = _circle({int(d): tuple(m[m != NONE]) for d, m in zip(derived, members.T, strict=True)})
             self._merge(
                 np.array(circle[:-1]), np.array(circle[1:])
             )  # each is gone with the next: all are one
 
-    def _flat_rules(self) -> tuple[Ints, Ints]:
-        """All rules as one table, filled up with NONE."""
-        if not self.rules:
-            return np.empty(0, np.int64), np.empty((1, 0), np.int64)
-        most = max(len(members) for _, members in self.rules)
-        filled = [
-            np.concatenate([members, np.full((most - len(members), members.shape[1]), NONE)])
-            for _, members in self.rules
-        ]
-        return np.concatenate([labels for labels, _ in self.rules]), np.concatenate(filled, axis=1)
-
-    def _live(self, members: Ints) -> npt.NDArray[np.bool_]:
-        roots = self.root[np.maximum(members, 0)]
-        live: npt.NDArray[np.bool_] = (members != NONE) & (self.reason[roots] < 0)
-        for index in range(1, len(members)):  # the same member twice counts once
+    def _live(self) -> Mask:
+        """Which members of each rule count: those that may go, each once."""
+        roots = self.root[np.maximum(self.members, 0)]
+        live: Mask = (self.members != NONE) & (self.reason[roots] < 0)
+        for index in range(1, len(roots)):
             for earlier in range(index):
                 live[index] &= ~(live[earlier] & (roots[index] == roots[earlier]))
         return live
 
-    def _follow(self, labels: Ints, members: Ints, live: npt.NDArray[np.bool_]) -> bool:
+    def _follow(self, live: Mask) -> bool:
         """Draw the conclusions of every rule as things stand; False where there are none."""
-        if not labels.size:
+        if not self.labels.size:
             return False
-        own, roots = self.root[labels], np.where(live, self.root[np.maximum(members, 0)], NONE)
+        own, members = self.root[self.labels], self.root[np.maximum(self.members, 0)]
+        roots = np.where(live, members, NONE)
         count = live.sum(0)
         held = self.reason[own] >= 0
+        emptied, several = (count == 0) & ~held, (count > 1) & ~held
+        # a label that stays keeps all its members; one whose members all stay, stays
         self._hold(roots[:, held], np.broadcast_to(self.reason[own[held]], roots[:, held].shape))
-        emptied = (count == 0) & ~held
-        all_roots = self.root[np.maximum(members, 0)]
-        self._hold(own[emptied], self.reason[all_roots[:, emptied]].max(0))
+        self._hold(own[emptied], self.reason[members[:, emptied]].max(0))
+        # gone with one other label alone: the two are one. A member of itself: all its members are one
         single = (count == 1) & ~held
+        inside = (roots == own).any(0) & several
         pairs = [(own[single], roots[:, single].max(0))]
-        inside = ((roots == own) & live).any(0) & (count > 1) & ~held  # part of itself: all of it is one
         pairs += [(own[inside], np.where(live[k], roots[k], own)[inside]) for k in range(len(roots))]
-        pairs += self._agree(own, roots, live, (count > 1) & ~held & ~inside)
+        agreed, misfits = self._agree(own, roots, live, several & ~inside)
+        pairs += agreed
         left, right = np.concatenate([a for a, _ in pairs]), np.concatenate([b for _, b in pairs])
         news = left != right
-        frozen = bool((held & (count > 0)).any() or emptied.any())
         if news.any():
             self._merge(left[news], right[news])
-        return frozen or bool(news.any()) or self._froze
+        return bool((held & (count > 0)).any() or emptied.any() or misfits or news.any())
 
     def _agree(
-        self, own: Ints, roots: Ints, live: npt.NDArray[np.bool_], chosen: npt.NDArray[np.bool_]
-    ) -> list[tuple[Ints, Ints]]:
-        """Two rules of one label have the same members, one by one; of another number, all of them stay."""
-        self._froze = False
+        self, own: Ints, roots: Ints, live: Mask, chosen: Mask
+    ) -> tuple[list[tuple[Ints, Ints]], bool]:
+        """Two rules for one label: their members are the same, one by one. If they cannot be, all of them stay.
+
+        Returns the pairs, and whether some rules did not fit.
+        """
         order = np.flatnonzero(chosen)
         order = order[np.argsort(own[order], kind="stable")]
-        first, second = order[:-1], order[1:]
-        same = own[first] == own[second]
-        first, second = first[same], second[same]
+        same = own[order[:-1]] == own[order[1:]]
+        first, second = order[:-1][same], order[1:][same]
         unlike = (live[:, first] != live[:, second]).any(0)
         if unlike.any():
             self.texts.append("it is split in two ways that do not fit")
             for part in (first[unlike], second[unlike]):
                 self._hold(roots[:, part], np.full(roots[:, part].shape, len(self.texts) - 1))
-            self._froze = True
-        first, second = first[~unlike], second[~unlike]
-        return [(a[a != NONE], b[a != NONE]) for a, b in zip(roots[:, first], roots[:, second], strict=True)]
+        pairs = zip(roots[:, first[~unlike]], roots[:, second[~unlike]], strict=True)
+        return [(a[a != NONE], b[a != NONE]) for a, b in pairs], bool(unlike.any())
 
     def _hold(self, roots: Ints, reasons: Ints) -> None:
+        """These must stay; the first reason of each counts."""
         roots, reasons = roots.ravel(), reasons.ravel()
         free = (roots != NONE) & (self.reason[np.maximum(roots, 0)] < 0)
         self.reason[roots[free]] = reasons[free]
@@ -233,7 +232,7 @@ class _Resolution:
         self._connect()
 
     def _connect(self) -> None:
-        """Hook the larger root to the smaller, shorten all paths, and carry the reasons along."""
+        """Connected components: hook the larger root to the smaller, shorten all paths, carry the reasons along."""
         a, b, root = self.left, self.right, self.root
         while True:
             low, high = np.minimum(root[a], root[b]), np.maximum(root[a], root[b])
@@ -244,32 +243,44 @@ class _Resolution:
                 root = root[root]
         self.root = root
         held = np.flatnonzero(self.reason >= 0)
-        free = self.reason[root[held]] < 0
-        self.reason[root[held][free]] = self.reason[held][free]
+        self._hold(root[held], self.reason[held])
 
     def _reasons(self) -> dict[int, str]:
         roots = np.flatnonzero((self.root == np.arange(len(self.root))) & (self.reason >= 0))
         return {int(root): self.texts[self.reason[root]] for root in roots}
 
-    def _members(self, labels: Ints, members: Ints, live: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    def _definitions(self, live: Mask) -> tuple[Ints, Ints]:
+        """The roots that rules define, and the members of each; its rules agree by now, so the first one does."""
         several = live.sum(0) > 1
-        made, first = np.unique(self.root[labels[several]], return_index=True)
-        roots = np.where(live, self.root[np.maximum(members, 0)], NONE)
-        return made, roots[:, several][:, first]
+        derived, first = np.unique(self.root[self.labels[several]], return_index=True)
+        roots = np.where(live, self.root[np.maximum(self.members, 0)], NONE)
+        return derived, roots[:, several][:, first]
 
 
-def _expanded(made: Ints, members: Ints, size: int) -> Ints | None:
-    """Members that are made of others give way to these, until none is; None if that has no end."""
-    place = np.full(size + 1, NONE)  # the last entry is what NONE finds
-    place[made] = np.arange(len(made))
+def _table(rules: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
+    """All rules as one table: labels, and the members of each (most, labels), filled up with NONE."""
+    if not rules:
+        return np.empty(0, np.int64), np.empty((1, 0), np.int64)
+    most = max(len(members) for _, members in rules)
+    filled = [
+        np.concatenate([members, np.full((most - len(members), members.shape[1]), NONE)])
+        for _, members in rules
+    ]
+    return np.concatenate([labels for labels, _ in rules]), np.concatenate(filled, axis=1)
+
+
+def _expanded(derived: Ints, members: Ints, size: int) -> Ints | None:
+    """Members that are derived themselves give way to their own members; None if that has no end."""
+    place = np.full(size + 1, NONE)  # the last entry is what NONE finds, as index -1
+    place[derived] = np.arange(len(derived))
     table = members
-    for _ in range(32):
+    for _ in range(32):  # deeper than views of views ever are, so there is a circle
         inner = place[table]
         if (inner == NONE).all():
             table = np.sort(table, axis=0)
             table[1:][table[1:] == table[:-1]] = NONE  # the same member twice counts once
             return table
-        deeper = np.where(inner == NONE, NONE, members[:, inner]).reshape(-1, len(made))
+        deeper = np.where(inner == NONE, NONE, members[:, inner]).reshape(-1, len(derived))
         table = np.concatenate([np.where(inner == NONE, table, NONE), deeper])
         table = table[(table != NONE).any(1)]
     return None

@@ -1,4 +1,9 @@
-"""Rules for operations that move data: they run on the labels themselves."""
+"""Rules for operations that move data: views, permutations, concatenations, slices.
+
+They run on the labels themselves, so that the labels end up where the data does. Where code picks entries by number, or
+takes parts of unequal sizes, all labels of that axis must stay: with one channel less the same numbers would mean other
+entries.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +22,7 @@ from spalier.structure.walk import Result, Value, Walk, argument, rule, shape_of
 
 
 @rule(
-    "alias",
-    "clone",
-    "contiguous",
-    "detach",
-    "dropout",
-    "feature_dropout",
-    "alpha_dropout",
-    "lift_fresh_copy",
-    "to",
-    "type_as",
-    "_to_copy",
-    "fill",
-    "zero",
+    "alias clone contiguous detach dropout feature_dropout alpha_dropout lift_fresh_copy to type_as _to_copy fill zero"
 )
 def same(walk: Walk, node: Node) -> Result:
     """Nothing moves; but what is dropped even in eval mode is drawn anew."""
@@ -39,21 +32,20 @@ def same(walk: Walk, node: Node) -> Result:
     return Value(value.shape, value.fields, value.sources)
 
 
-@rule(
-    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "reshape_as", "view_as", "_unsafe_view"
-)
+@rule("view reshape flatten unflatten squeeze unsqueeze reshape_as view_as _unsafe_view")
 def reshape(walk: Walk, node: Node) -> Result:
     """The same entries in the same order."""
     value, shape = walk.value(node.args[0]), shape_of(node)
+    # an axis that stays whole keeps its labels; only the others are split or joined
     kept = {axis: _new_place(value.shape, axis, shape) for axis in value.fields}
-    split = Value(value.shape, {a: f for a, f in value.fields.items() if kept[a] is None}, value.sources)
-    out = walk.moved(split, lambda field: field.reshape(shape), shape, walk.where(node))
+    others = Value(value.shape, {a: f for a, f in value.fields.items() if kept[a] is None}, value.sources)
+    out = walk.moved(others, lambda field: field.reshape(shape), shape)
     for axis, place in kept.items():
         if place is not None:
             out.fields[place] = value.fields[axis] + out.fields.get(place, [])
-    walk.note_sizes(out, walk.where(node))
+    walk.note_sizes(out)
     if operation(node) not in ("squeeze", "unsqueeze"):
-        walk.views.setdefault(walk.where(node), []).append(out)
+        walk.views.setdefault(walk.place, []).append(out)
     return out
 
 
@@ -69,29 +61,16 @@ def _new_place(old: tuple[int, ...], axis: int, new: tuple[int, ...]) -> int | N
     return None
 
 
-@rule(
-    "permute",
-    "transpose",
-    "mT",
-    "t",
-    "swapaxes",
-    "movedim",
-    "flip",
-    "repeat",
-    "repeat_interleave",
-    "expand",
-    "expand_as",
-)
+@rule("permute transpose mT t swapaxes movedim flip repeat repeat_interleave expand expand_as")
 def run_itself(walk: Walk, node: Node) -> Result:
     """Whatever the operation does, it does the same to labels."""
-    shape = shape_of(node)
     function: Any = node.target
 
     def move(field: Tensor) -> Tensor:
         moved: Tensor = function(field, *(_stand_in(a) for a in node.args[1:]), **node.kwargs)
         return moved
 
-    return walk.moved(walk.value(node.args[0]), move, shape, walk.where(node))
+    return walk.moved(walk.value(node.args[0]), move, shape_of(node))
 
 
 def _stand_in(argument: Any) -> Any:
@@ -103,44 +82,40 @@ def _stand_in(argument: Any) -> Any:
 def channel_shuffle(walk: Walk, node: Node) -> Result:
     """Seen as (groups, channels), transposed."""
     value, groups = walk.value(node.args[0]), int(argument(node, 1))
-    rows, columns = walk.split(value.on(1), (groups, value.shape[1] // groups), walk.where(node))
-    walk.freeze(rows)  # their number is a setting
-    fields = dict(value.fields)
     per_group = value.shape[1] // groups
-    fields[1] = [np.tile(r, per_group) for r in rows] + [np.repeat(c, groups) for c in columns]
-    return Value(value.shape, fields, value.sources)
+    rows, columns = walk.split(value.on(1), (groups, per_group), is_view=True)
+    walk.freeze(rows)  # their number is a setting
+    fields = [np.tile(r, per_group) for r in rows] + [np.repeat(c, groups) for c in columns]
+    return Value(value.shape, {**value.fields, 1: fields}, value.sources)
 
 
-@rule("pixel_shuffle", "pixel_unshuffle", "native_channel_shuffle")
+@rule("pixel_shuffle pixel_unshuffle native_channel_shuffle")
 def pixels(walk: Walk, node: Node) -> Result:
     """Channels become pixels, or the other way round; pixels stay."""
     value, factor = walk.value(node.args[0]), int(argument(node, 1))
-    channel = len(value.shape) - 3
+    channel, area = len(value.shape) - 3, factor * factor
     walk.freeze_all(value, (channel + 1, channel + 2))
     out = Value(shape_of(node), {a: f for a, f in value.fields.items() if a < channel}, value.sources)
-    area = factor * factor
     if node.target is torch.ops.aten.pixel_unshuffle.default:
         out.fields[channel] = [np.repeat(f, area) for f in value.on(channel)]
     else:
-        kept, gone = walk.split(value.on(channel), (value.shape[channel] // area, area))
-        walk.freeze(gone)
+        kept, within = walk.split(value.on(channel), (value.shape[channel] // area, area))
+        walk.freeze(within)
         out.fields[channel] = kept
     return out
 
 
-@rule("cat", "concat", "concatenate")
+@rule("cat concat concatenate")
 def concatenate(walk: Walk, node: Node) -> Result:
     """Along the axis labels stand side by side; along the others they are the same in every part."""
     parts = [walk.value(n) for n in argument(node, 0) if shape_of(n) != (0,)]
     axis = argument(node, 1, "dim", 0) % len(shape_of(node))
-    out = Value(shape_of(node), {}, sources(parts))
+    fields = _met(walk, parts, skip=axis)
     most = max(len(part.on(axis)) for part in parts)
-    for index in range(most):
-        out.fields.setdefault(axis, []).append(
-            np.concatenate([(p.on(axis) + [_none(p.shape[axis])] * most)[index] for p in parts])
-        )
-    _meet_others(walk, parts, out, skip=axis)
-    return out
+    filled = [part.on(axis) + [np.full(part.shape[axis], NONE)] * most for part in parts]
+    if most:
+        fields[axis] = [np.concatenate([each[index] for each in filled]) for index in range(most)]
+    return Value(shape_of(node), fields, sources(parts))
 
 
 @rule("stack")
@@ -148,41 +123,33 @@ def stack(walk: Walk, node: Node) -> Result:
     """A new axis without labels; along the others labels are the same in every part."""
     parts = [walk.value(n) for n in argument(node, 0)]
     axis = argument(node, 1, "dim", 0) % len(shape_of(node))
-    merged = Value(parts[0].shape, {}, sources(parts))
-    _meet_others(walk, parts, merged)
-    fields = {a + (a >= axis): f for a, f in merged.fields.items()}
-    return Value(shape_of(node), fields, merged.sources)
+    fields = {a + (a >= axis): f for a, f in _met(walk, parts).items()}
+    return Value(shape_of(node), fields, sources(parts))
 
 
-def _meet_others(walk: Walk, parts: list[Value], out: Value, skip: int | None = None) -> None:
-    for axis in range(len(parts[0].shape)):
-        if axis != skip and any(part.on(axis) for part in parts):
-            out.fields[axis] = walk.meet([part.on(axis) for part in parts])
+def _met(walk: Walk, parts: list[Value], skip: int | None = None) -> dict[int, list[Ints]]:
+    """The fields of axes that are the same in every part."""
+    axes = [axis for axis in range(len(parts[0].shape)) if axis != skip]
+    labelled = [axis for axis in axes if any(part.on(axis) for part in parts)]
+    return {axis: walk.meet([part.on(axis) for part in parts]) for axis in labelled}
 
 
-def _none(size: int) -> Ints:
-    return np.full(size, NONE)
-
-
-@rule("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split")
+@rule("chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split")
 def split(walk: Walk, node: Node) -> Result:
     """Equal parts are rows of a rectangle, which loses whole columns only; unequal ones must stay."""
     value = walk.value(node.args[0])
     axis = argument(node, 2, "dim", 0) % len(value.shape)
     shapes = [tuple(part.shape) for part in node.meta["val"]]
-    others = {a: f for a, f in value.fields.items() if a != axis}
     columns: list[Ints] = []
     if len({shape[axis] for shape in shapes}) == 1:
-        rows, columns = (
-            walk.split(value.on(axis), (len(shapes), shapes[0][axis])) if value.on(axis) else ([], [])
-        )
+        rows, columns = walk.split(value.on(axis), (len(shapes), shapes[0][axis]))
         walk.freeze(rows)
     else:
         walk.freeze(value.on(axis))
-    parts = [Value(shape, {**others, axis: columns}, value.sources) for shape in shapes]
+    parts: list[Value] = [Value(shape, {**value.fields, axis: columns}, value.sources) for shape in shapes]
     for each in (value, *parts):
-        walk.note_sizes(Value(each.shape, {axis: each.on(axis)}), walk.where(node))
-    return list(parts)
+        walk.note_sizes(Value(each.shape, {axis: each.on(axis)}))
+    return parts
 
 
 @rule("slice")
@@ -216,19 +183,18 @@ def _part(walk: Walk, fields: list[Ints], size: int, taken: int, start: int, ste
 def select(walk: Walk, node: Node) -> Result:
     """Picked by its number, so all must stay."""
     value = walk.value(node.args[0])
-    axis = argument(node, 1, "dim", 0) % len(value.shape)
-    return _without(walk, value, axis, shape_of(node))
+    return _without(walk, value, argument(node, 1, "dim", 0), shape_of(node))
 
 
 @rule("unbind")
 def unbind(walk: Walk, node: Node) -> Result:
     """Taken apart by number, so all must stay."""
-    value = walk.value(node.args[0])
-    axis = argument(node, 1, "dim", 0) % len(value.shape)
+    value, axis = walk.value(node.args[0]), argument(node, 1, "dim", 0)
     return [_without(walk, value, axis, tuple(part.shape)) for part in node.meta["val"]]
 
 
 def _without(walk: Walk, value: Value, axis: int, shape: tuple[int, ...]) -> Value:
+    axis %= len(value.shape)
     walk.freeze(value.on(axis))
     return Value(shape, {a - (a > axis): f for a, f in value.fields.items() if a != axis}, value.sources)
 
@@ -236,13 +202,15 @@ def _without(walk: Walk, value: Value, axis: int, shape: tuple[int, ...]) -> Val
 @rule("getitem")
 def getitem(walk: Walk, node: Node) -> Result:
     """One of several results."""
-    parts, index = walk.parts(node.args[0]), node.args[1]
-    return parts[index] if isinstance(index, int) and index < len(parts) else walk.plain(node)
+    parts, index = walk.values.get(argument(node, 0)), node.args[1]
+    if isinstance(parts, list) and isinstance(index, int) and index < len(parts):
+        return parts[index]
+    return walk.plain(node)
 
 
 @rule("index")
 def index(walk: Walk, node: Node) -> Result:
-    """Axes that are indexed by tensors must stay; the others go on where all indices stand together."""
+    """Axes that are indexed by tensors must stay; the others go on where the indexed axes are neighbours."""
     value, indices = walk.value(node.args[0]), list(argument(node, 1))
     indexed = [axis for axis, each in enumerate(indices) if each is not None]
     for each in node.all_input_nodes[1:]:
@@ -266,22 +234,21 @@ def index_select(walk: Walk, node: Node) -> Result:
     return Value(shape_of(node), kept, value.sources)
 
 
-@rule("pad", "constant_pad_nd")
+@rule("pad constant_pad_nd")
 def pad(walk: Walk, node: Node) -> Result:
     """Padding has no labels; what is padded with copies of itself must stay."""
     value, widths = walk.value(node.args[0]), list(argument(node, 1))
     constant = argument(node, 2, "mode", "constant") == "constant" or "constant_pad" in str(node.target)
     fields = dict(value.fields)
-    for index, axis in enumerate(range(len(value.shape) - 1, len(value.shape) - 1 - len(widths) // 2, -1)):
-        before, after = widths[2 * index], widths[2 * index + 1]
-        if (before or after) and value.on(axis):
-            if not constant:
-                walk.freeze(value.on(axis))
-                del fields[axis]
-                continue
-            fields[axis] = [
-                F.pad(torch.from_numpy(f), (before, after), value=NONE).numpy() for f in value.on(axis)
-            ]
+    for index in range(len(widths) // 2):  # pairs of widths, the last axis first
+        axis, around = len(value.shape) - 1 - index, tuple(widths[2 * index : 2 * index + 2])
+        if not any(around) or not value.on(axis):
+            continue
+        if constant:
+            fields[axis] = [F.pad(torch.from_numpy(f), around, value=NONE).numpy() for f in value.on(axis)]
+        else:
+            walk.freeze(value.on(axis))
+            del fields[axis]
     return Value(shape_of(node), fields, value.sources)
 
 
@@ -289,8 +256,7 @@ def pad(walk: Walk, node: Node) -> Result:
 def roll(walk: Walk, node: Node) -> Result:
     """By a fixed number of places, so a labelled axis must stay."""
     value = walk.value(node.args[0])
-    axes = argument(node, 2, "dims", list(range(len(value.shape)))) or range(len(value.shape))
-    walk.freeze_all(value, axes)
+    walk.freeze_all(value, argument(node, 2, "dims") or range(len(value.shape)))
     return Value(value.shape, value.fields, value.sources)
 
 

@@ -1,74 +1,35 @@
-"""What a network computes, as products of sizes: multiply-accumulates that shrink as channels go.
+"""Where on the graph a layer's channels can be seen, be fewer than the stream's, or be folded with a norm.
 
-Sites: where a stream's channels can be seen while the network runs, one for each layer that writes it.
+Layers that write streams are followed on the graph, from their weights to the modules that return what they computed:
 
-A layer's channels are seen after the norm that follows it, where nothing else takes its output. Where a writer is no
-module's own output (attention that owns its projections), the channels are seen on their way into the layers that read
-them. Sites are plain data, so a structure from the cache has them too.
+- *Sites* are where scores look at channels while the network runs: after the batch norm that follows a layer, where
+  nothing else takes the layer's output. Where a writer is no module's own output (attention that owns its projections),
+  the channels are seen on their way into the layers that read them.
+- *Free writers* are layers that may keep fewer channels than the stream that they write into. The paper prunes the
+  outputs of every convolution by itself, those into a residual stream too. Such a layer, with its norm, becomes small,
+  and a gather spreads its channels over the stream, with zeros for those that it does not write. That can be done
+  wherever what it writes is the output of a module that is called once.
+- *Folds* are layers and the batch norms that alone take their outputs.
+
+All of it is plain data, so that scoring needs no graph: it works on pruned networks, and on structures from the cache.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Node
 
 from spalier.adapters.geometry import Added
 from spalier.structure.capture import module_of, operation, placeholders
-from spalier.structure.streams import Assembly, Member, Placed, present
-from spalier.structure.walk import Findings, Term, Value
-
-Mask = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, eq=False)
-class Cost:
-    """The multiply-accumulates of one contraction: ``times`` the product of what is left of some axes."""
-
-    module: str
-    times: int
-    tensor: str
-    """A parameter, and the axes of it that count; empty where none is contracted as it is."""
-    axes: tuple[int, ...]
-    sizes: tuple[int, ...]
-    placed: tuple[Placed, ...]
-
-    def left(self, keep: Sequence[Mask], sizes_of: dict[str, list[int]]) -> int:
-        """What is left where these units stay; ``sizes_of`` are the sizes of each parameter's axes."""
-        own = [sizes_of[self.tensor][axis] for axis in self.axes]
-        others = [
-            int(present(placed, size, keep).sum())
-            for placed, size in zip(self.placed, self.sizes, strict=True)
-        ]
-        return self.times * math.prod(own) * math.prod(others)
-
-
-def costs_of(terms: Sequence[Term], assembly: Assembly) -> list[Cost]:
-    """The terms by units; axes that nothing can be taken from are in ``times``."""
-    made: dict[tuple[object, ...], Cost] = {}
-    for number, term in enumerate(terms):
-        times, sizes, placed = term.times, [], []
-        for fields in term.fields:
-            on = assembly.placed(fields)
-            if on:
-                sizes.append(len(fields[0]))
-                placed.append(on)
-            else:
-                times *= len(fields[0])
-        key = (number,) if placed else (term.module, term.tensor, term.axes)
-        if key in made:
-            times += made[key].times
-        made[key] = Cost(term.module, times, term.tensor, term.axes, tuple(sizes), tuple(placed))
-    return list(made.values())
-
+from spalier.structure.streams import Assembly, AxisUnits, Member, Stream
+from spalier.structure.walk import Value, Walk
 
 Side = Literal["output", "input"]
 
@@ -83,11 +44,26 @@ class Site:
     module: str
     side: Side
     axis: int
-    """Counted from the end."""
-    placed: Placed
+    """Counted from the end: batches may have more axes than the example."""
+    units: AxisUnits
     """All streams on that axis, in the base."""
     norm: str | None = None
     """The batch norm that is between the layer and here."""
+
+
+@dataclass(frozen=True)
+class FreeWriter:
+    """A layer, and perhaps its norm, that may keep channels of its own."""
+
+    name: str
+    """The path of the layer."""
+    stream: int
+    members: tuple[tuple[str, int], ...]
+    """Its tensors, and the axis of each that carries the stream; index i is unit i."""
+    module: str
+    """Where its channels are spread over the stream: after this module."""
+    axis: int
+    """The axis of that module's output, counted from the end."""
 
 
 def layer_name(tensor: str) -> str:
@@ -99,104 +75,74 @@ def layer_name(tensor: str) -> str:
     return tensor.removesuffix(".weight")
 
 
-def find_sites(
-    net: nn.Module, program: ExportedProgram, found: Findings, assembly: Assembly, names: Mapping[str, str]
-) -> list[Site]:
-    """The sites of every stream, in the streams' order; a stream that can be seen nowhere has none."""
-    norms = Counter(module_of(n) for n in program.graph.nodes if operation(n) == "batch_norm")
-    search = _Search(net, found, assembly, placeholders(program, names), norms)
-    sites: list[Site] = []
-    for number, stream in enumerate(assembly.streams):
-        own = [m for m in stream.members if m.role == "writer"]
-        seen = [site for member in own for site in search.written(number, member)]
-        if not seen:
-            read = [m for m in stream.members if m.role == "reader"]
-            seen = [site for member in read for site in search.read(number, member)]
-        sites += seen
-    return sites
+class GraphSearch:
+    """Follows layers on a graph."""
 
+    def __init__(
+        self,
+        net: nn.Module,
+        program: ExportedProgram,
+        walk: Walk,
+        assembly: Assembly,
+        names: Mapping[str, str],
+    ) -> None:
+        self.net, self.program, self.walk, self.assembly = net, program, walk, assembly
+        self.placeholders = placeholders(program, names)
+        self.users = {name: [u for n in nodes for u in n.users] for name, nodes in self.placeholders.items()}
+        self.norms = Counter(module_of(n) for n in program.graph.nodes if operation(n) == "batch_norm")
+        """How often each batch norm runs."""
 
-def find_folds(program: ExportedProgram, names: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Layers, and the batch norms that alone take their outputs, channel by channel; each is called once."""
-    tensors: dict[Any, str] = {
-        node: name for name, nodes in placeholders(program, names).items() for node in nodes
-    }
-    calls = Counter(
-        module_of(node) for node in program.graph.nodes if operation(node) in (*_LAYERS, "batch_norm")
-    )
-    found = []
-    for node in program.graph.nodes:
-        layer = node.args[0] if operation(node) == "batch_norm" else None
-        if not isinstance(layer, Node) or operation(layer) not in _LAYERS or len(layer.users) != 1:
-            continue
-        path, norm = module_of(layer), module_of(node)
-        bias = layer.args[2] if len(layer.args) > 2 else None
-        own = [
-            tensors.get(layer.args[1]) == f"{path}.weight",
-            tensors.get(node.args[3]) == f"{norm}.running_mean",
-        ]
-        own.append(bias is None or tensors.get(bias) == f"{path}.bias")
-        on_channels = operation(layer) != "linear" or len(layer.meta["val"].shape) == 2
-        if all(own) and on_channels and calls[path] == calls[norm] == 1:
-            found.append((path, norm))
-    return found
+    # sites
 
+    def sites(self) -> Iterator[Site]:
+        """The sites of every stream, in the streams' order; a stream that can be seen nowhere has none."""
+        for number, stream in enumerate(self.assembly.streams):
+            written = [s for m in stream.members if m.role == "writer" for s in self._written(number, m)]
+            if written:
+                yield from written
+            else:
+                yield from (s for m in stream.members if m.role == "reader" for s in self._read(number, m))
 
-_LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-
-
-@dataclass(frozen=True)
-class _Search:
-    net: nn.Module
-    found: Findings
-    assembly: Assembly
-    placeholders: Mapping[str, list[Node]]
-    norms: Counter[str]
-    """How often each batch norm runs."""
-
-    def written(self, stream: int, member: Member) -> list[Site]:
+    def _written(self, stream: int, member: Member) -> list[Site]:
         """What a writer returns, after its norm; nothing where some use of it is no module's own output."""
         sites: dict[tuple[str, str | None], Site] = {}
         for node in self._uses(member.tensor):
             found = self._end(node)
-            axis, placed = self._axis(found[0], stream) if found is not None else (None, ())
+            axis = None if found is None else self._axis(found[0], stream)
             if found is None or axis is None:
                 return []
             norm = found[1]
             path = norm or module_of(node)
-            sites[path, norm] = Site(layer_name(member.tensor), stream, path, "output", axis, placed, norm)
+            sites[path, norm] = Site(layer_name(member.tensor), stream, path, "output", *axis, norm)
         return list(sites.values())
 
-    def read(self, stream: int, member: Member) -> list[Site]:
+    def _read(self, stream: int, member: Member) -> list[Site]:
         """What a reader takes."""
-        if member.tensor.endswith("out_proj.weight"):
-            path = layer_name(member.tensor)
-            if isinstance(self.net.get_submodule(path.rpartition(".")[0]), nn.MultiheadAttention):
-                placed = self._placed_on(member)
-                return [Site(path, stream, path, "input", -1, placed)]
+        name = layer_name(member.tensor)
+        if name.endswith("out_proj") and isinstance(
+            self.net.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention
+        ):  # which reads the weight and never calls the layer; scores let it
+            units = tuple(
+                (number, other.units)
+                for number, each in enumerate(self.assembly.streams)
+                for other in each.members
+                if (other.tensor, other.axis) == (member.tensor, member.axis)
+            )
+            return [Site(name, stream, name, "input", -1, units)]
         sites = {}
         for node in self._uses(member.tensor):
             given = node.args[0] if node.args else None
             path = module_of(node)
             if not isinstance(given, Node) or not self._is_leaf(path) or module_of(given) == path:
                 return []
-            axis, placed = self._axis(given, stream)
+            axis = self._axis(given, stream)
             if axis is None:
                 return []
-            sites[path] = Site(layer_name(member.tensor), stream, path, "input", axis, placed)
+            sites[path] = Site(name, stream, path, "input", *axis)
         return list(sites.values())
 
-    def _placed_on(self, member: Member) -> Placed:
-        streams = self.assembly.streams
-        return tuple(
-            (number, other.units)
-            for number, stream in enumerate(streams)
-            for other in stream.members
-            if (other.tensor, other.axis) == (member.tensor, member.axis)
-        )
-
     def _uses(self, tensor: str) -> Iterator[Node]:
-        """The first operations that bring a parameter together with the network's input."""
+        """The first operations in which a parameter meets the network's input."""
         waiting = list(self.placeholders.get(tensor, ()))
         known = set(waiting)
         while waiting:
@@ -204,7 +150,7 @@ class _Search:
                 if user in known or user.op != "call_function":
                     continue
                 known.add(user)
-                value = self.found.values.get(user)
+                value = self.walk.values.get(user)
                 if isinstance(value, Value) and value.is_static:
                     waiting.append(user)
                 else:
@@ -221,8 +167,9 @@ class _Search:
             return None
         if after is None or operation(after) != "batch_norm" or after.args[0] is not node:
             return node, None
-        end = None if self.norms[module_of(after)] > 1 else self._end_of_norm(after)  # else it is others' too
-        return (node, None) if end is None else (end, module_of(after))
+        norm = module_of(after)
+        end = self._end_of_norm(after) if self.norms[norm] == 1 else None  # else it is others' too
+        return (node, None) if end is None else (end, norm)
 
     def _end_of_norm(self, norm: Node) -> Node | None:
         """What a norm returns; some libraries' norms hold an activation, which is no layer."""
@@ -242,17 +189,58 @@ class _Search:
     def _is_leaf(self, path: str) -> bool:
         return bool(path) and not self._children(path)
 
-    def _axis(self, node: Node, stream: int) -> tuple[int | None, Placed]:
-        value = self.found.values.get(node)
+    def _axis(self, node: Node, stream: int) -> tuple[int, AxisUnits] | None:
+        """The one axis of a node that carries a stream, from the end, and all streams on it."""
+        value = self.walk.values.get(node)
         if not isinstance(value, Value):
-            return None, ()
-        on = {axis: self.assembly.placed(fields) for axis, fields in value.fields.items() if fields}
-        axes = [axis for axis, placed in on.items() if any(number == stream for number, _ in placed)]
-        return (axes[0] - len(value.shape), on[axes[0]]) if len(axes) == 1 else (None, ())
+            return None
+        on = {axis: self.assembly.units_on(fields) for axis, fields in value.fields.items() if fields}
+        axes = [axis for axis, units in on.items() if any(number == stream for number, _ in units)]
+        return (axes[0] - len(value.shape), on[axes[0]]) if len(axes) == 1 else None
+
+    # free writers
+
+    def free_writers(self) -> Iterator[FreeWriter]:
+        """Every layer of the network that can be a free writer, in the streams' order."""
+        for number, stream in enumerate(self.assembly.streams):
+            if len(stream.writers) > 1:
+                for member in stream.members:
+                    writer = self._free(number, stream, member) if member.role == "writer" else None
+                    if writer is not None:
+                        yield writer
+
+    def _free(self, number: int, stream: Stream, member: Member) -> FreeWriter | None:
+        """Follow the writer's output as long as nothing else takes it; the last module's end is where it is spread."""
+        path = member.tensor.rpartition(".")[0]
+        on_stream = [m for m in stream.members if m is member or m.role == "rider"]
+        uses = self.users.get(member.tensor, [])
+        if not _is_plain(member.units) or len(uses) != 1:
+            return None
+        node: Node | None = uses[0]
+        taken: list[tuple[str, int]] = []
+        found: FreeWriter | None = None
+        while node is not None:
+            own = [m for m in on_stream if node in self.users.get(m.tensor, ())]
+            if any(len(self.users[m.tensor]) > 1 or not _is_plain(m.units) for m in own):
+                break  # others use these tensors too
+            taken += [(m.tensor, m.axis) for m in own]
+            module = module_of(node)
+            is_end = self._is_leaf(module) and all(module_of(user) != module for user in node.users)
+            axis, units = self._axis(node, number) or (0, ())
+            is_plain = any(_is_plain(each) for stream_number, each in units if stream_number == number)
+            if is_end and is_plain and (found is not None or module == path):
+                found = FreeWriter(path, number, tuple(taken), module, axis)
+            node = _norm_or_end(node)
+        return found
 
 
 _PLAIN = {"view", "reshape", "add", "_unsafe_view"}
 """What may follow inside of a layer without making its output another: a bias, another shape."""
+
+
+def _is_plain(units: Any) -> bool:
+    """True where index i is unit i."""
+    return np.array_equal(units, np.arange(len(units)))
 
 
 def _only_user(node: Node) -> Node | None:
@@ -260,3 +248,41 @@ def _only_user(node: Node) -> Node | None:
         return None
     user = next(iter(node.users))
     return user if user.op == "call_function" else None
+
+
+def _norm_or_end(node: Node) -> Node | None:
+    """The only operation that takes this output, if it is a norm, or another shape inside of the same layer."""
+    after = _only_user(node)
+    if after is None or not after.args or after.args[0] is not node:
+        return None
+    is_shape = operation(after) == "view" and module_of(after) == module_of(node)
+    return after if is_shape or operation(after) == "batch_norm" else None
+
+
+# folds
+
+_LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+
+
+def find_folds(program: ExportedProgram, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Layers, and the batch norms that alone take their outputs, channel by channel; each is called once."""
+    tensors: dict[Any, str] = {
+        node: name for name, nodes in placeholders(program, names).items() for node in nodes
+    }
+    kinds = (*_LAYERS, "batch_norm")
+    calls = Counter(module_of(node) for node in program.graph.nodes if operation(node) in kinds)
+    for node in program.graph.nodes:
+        layer = node.args[0] if operation(node) == "batch_norm" else None
+        if not isinstance(layer, Node) or operation(layer) not in _LAYERS or len(layer.users) != 1:
+            continue
+        path, norm = module_of(layer), module_of(node)
+        bias = layer.args[2] if len(layer.args) > 2 else None
+        owns_its_tensors = (
+            tensors.get(layer.args[1]) == f"{path}.weight"
+            and (bias is None or tensors.get(bias) == f"{path}.bias")
+            and tensors.get(node.args[3]) == f"{norm}.running_mean"
+        )
+        # a linear layer of more axes has its channels last, a norm has them second
+        on_channels = operation(layer) != "linear" or len(layer.meta["val"].shape) == 2
+        if owns_its_tensors and on_channels and calls[path] == calls[norm] == 1:
+            yield path, norm

@@ -1,31 +1,37 @@
 """From labels to streams: tensor axes that carry the same channels, and the units that can be taken out of them.
 
-Free writers: layers that may keep fewer channels than the stream that they write into.
+Once the facts about labels are resolved, every index of a parameter's axis is gone with some *atoms*, labels that are
+free to go. Atoms that lie on the same axes, equally often, are the units of one stream (`assemble`).
 
-The paper prunes every convolution's outputs by itself, those into a residual stream too. Such a layer, with the norm
-that follows it, becomes small, and a gather spreads its channels over the stream. That can be done wherever what it
-writes is the output of a module that is called once: zeros stand there for the channels that it does not write, in the
-masked network as in the pruned one.
+`AxisUnits` says which units of which streams lie along an axis. With it `Extent` and `Cost` tell sizes and
+multiply-accumulates for any choice of units.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
-from torch import nn
-from torch.export import ExportedProgram
-from torch.fx import Node
 
-from spalier.adapters.geometry import Added
 from spalier.structure.arithmetic import TAPS
-from spalier.structure.capture import module_of, operation, placeholders
-from spalier.structure.labels import NONE, Ints, LabelledAxis, Labels, Resolved
-from spalier.structure.walk import Findings, Kind, Role, Value
+from spalier.structure.capture import module_of
+from spalier.structure.labels import NONE, Ints, LabelledAxis, Mask, Resolved
+from spalier.structure.walk import Kind, Role, Term, Walk
+
+AxisUnits = tuple[tuple[int, Ints], ...]
+"""For each stream on an axis, its number and the unit at each index; NONE where an index goes with none."""
+
+
+def kept_indices(units: AxisUnits, size: int, keep: Sequence[Mask]) -> Mask:
+    """Which indices of an axis are left where these units of each stream are kept."""
+    left = np.ones(size, bool)
+    for stream, each in units:
+        left &= (each == NONE) | keep[stream][each]
+    return left
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +47,7 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Channels that must move together: which axes carry them, and how many units of them there are."""
+    """Coupled channels, which can only go together: the axes that carry them, and how many units there are."""
 
     name: str
     size: int
@@ -78,17 +84,36 @@ class Frozen:
     reason: str
 
 
-@dataclass(frozen=True)
-class _Occurrences:
-    """Which atom (a free root) is at which index of which axis; three parallel arrays."""
+@dataclass(frozen=True, eq=False)
+class Extent:
+    """Sizes that a module's own code uses: of a view such as (heads, head size), or of what a norm averages."""
 
-    atom: Ints
-    axis: Ints
-    index: Ints
+    module: str
+    sizes: tuple[int, ...]
+    units: tuple[AxisUnits, ...]
+
+    def left(self, keep: Sequence[Mask]) -> tuple[int, ...]:
+        """The sizes that are left."""
+        pairs = zip(self.units, self.sizes, strict=True)
+        return tuple(int(kept_indices(units, size, keep).sum()) for units, size in pairs)
 
 
-Placed = tuple[tuple[int, Ints], ...]
-"""For each stream on an axis, its number and the unit at each index."""
+@dataclass(frozen=True, eq=False)
+class Cost:
+    """The multiply-accumulates of one contraction: ``times`` the product of what is left of some axes."""
+
+    module: str
+    times: int
+    tensor: str
+    """A parameter, and the axes of it that count; empty where none is contracted as it is."""
+    axes: tuple[int, ...]
+    sizes: tuple[int, ...]
+    units: tuple[AxisUnits, ...]
+
+    def left(self, keep: Sequence[Mask], sizes_of: Mapping[str, Sequence[int]]) -> int:
+        """What is left where these units stay; ``sizes_of`` are the sizes of each parameter's axes."""
+        own = [sizes_of[self.tensor][axis] for axis in self.axes]
+        return self.times * math.prod(own) * math.prod(Extent("", self.sizes, self.units).left(keep))
 
 
 @dataclass(frozen=True)
@@ -104,16 +129,16 @@ class Assembly:
     """For each atom, its unit in that stream."""
     _known: dict[int, list[tuple[int, Ints]]] = field(default_factory=dict, repr=False)
 
-    def placed(self, fields: Sequence[Ints]) -> Placed:
+    def units_on(self, fields: Sequence[Ints]) -> AxisUnits:
         """The units along an axis that has these fields."""
         arrays: dict[int, Ints] = {}
         for labels in fields:
-            for stream, units in self._placed(labels):
+            for stream, units in self._units_of_field(labels):
                 taken = arrays.setdefault(stream, np.full(len(labels), NONE))
                 arrays[stream] = np.where(units == NONE, taken, units)
         return tuple(sorted(arrays.items(), key=lambda item: item[0]))
 
-    def _placed(self, labels: Ints) -> list[tuple[int, Ints]]:
+    def _units_of_field(self, labels: Ints) -> list[tuple[int, Ints]]:
         key = id(labels)  # fields live as long as the walk that made them
         if key not in self._known:
             positions, atoms = self.resolved.atoms(labels)
@@ -126,8 +151,8 @@ class Assembly:
             self._known[key] = found
         return self._known[key]
 
-    def without(self, refused: dict[int, str]) -> Assembly:
-        """The same without some streams, which are frozen now, and why."""
+    def without(self, refused: Mapping[int, str]) -> Assembly:
+        """The same with some streams frozen too, and why."""
         kept = [number for number in range(len(self.streams)) if number not in refused]
         renumbered = np.full(len(self.streams) + 1, NONE)  # the last entry is what -1 finds
         renumbered[kept] = np.arange(len(kept))
@@ -136,98 +161,125 @@ class Assembly:
             for number, reason in refused.items()
             for m in self.streams[number].members
         ]
+        streams = [self.streams[number] for number in kept]
         return Assembly(
-            [self.streams[n] for n in kept],
-            self.frozen + frozen,
-            self.resolved,
-            renumbered[self.streams_of],
-            self.units_of,
+            streams, self.frozen + frozen, self.resolved, renumbered[self.streams_of], self.units_of
         )
 
 
-def present(placed: Placed, size: int, keep: Sequence[npt.NDArray[np.bool_]]) -> npt.NDArray[np.bool_]:
-    """Which indices of an axis are left where these units of each stream are kept."""
-    left = np.ones(size, bool)
-    for stream, units in placed:
-        left &= (units == NONE) | keep[stream][units]
-    return left
+def extents_of(walk: Walk, assembly: Assembly) -> list[Extent]:
+    """All sizes of labelled axes that modules' code may hold."""
+    found = [
+        Extent(module, sizes, tuple(assembly.units_on([labels]) for labels in factors))
+        for (module, sizes), factors in walk.splits.items()
+    ]
+    for (module, size), several in walk.sized.items():
+        different = {tuple(map(id, fields)): fields for fields in several}
+        found += [Extent(module, (size,), (assembly.units_on(fields),)) for fields in different.values()]
+    for statistic in walk.statistics:
+        fields = [statistic.fields[axis] for axis in sorted(statistic.fields)]
+        sizes = tuple(len(each[0]) for each in fields)
+        found.append(Extent(module_of(statistic.node), sizes, tuple(map(assembly.units_on, fields))))
+    return [extent for extent in found if any(extent.units)]
 
 
-def assemble(labels: Labels, resolved: Resolved, roles: Sequence[Role]) -> Assembly:
-    """Make streams of all that is known."""
-    found = _occurrences(labels, resolved)
-    kinds = _kinds(labels, resolved, roles)
-    streams, refused, stream_of, unit_of = _streams(labels, found, kinds)
-    return Assembly(streams, _frozen(labels, resolved, found, refused), resolved, stream_of, unit_of)
+def costs_of(terms: Sequence[Term], assembly: Assembly) -> list[Cost]:
+    """The terms by units; axes that nothing can be taken from are in ``times``."""
+    made: dict[tuple[object, ...], Cost] = {}
+    for number, term in enumerate(terms):
+        times, sizes, units = term.times, [], []
+        for fields in term.fields:
+            on = assembly.units_on(fields)
+            if on:
+                sizes.append(len(fields[0]))
+                units.append(on)
+            else:
+                times *= len(fields[0])
+        # terms of one parameter alone, a layer that is called twice, add up
+        key = (number,) if units else (term.module, term.tensor, term.axes)
+        if key in made:
+            times += made[key].times
+        made[key] = Cost(term.module, times, term.tensor, term.axes, tuple(sizes), tuple(units))
+    return list(made.values())
 
 
-def _occurrences(labels: Labels, resolved: Resolved) -> _Occurrences:
-    starts = np.array([axis.start for axis in labels.axes] or [0])
-    label, atom = resolved.atoms(np.arange(labels.size))
+# from labels to streams
+
+
+@dataclass(frozen=True)
+class _Occurrences:
+    """Which atom is at which index of which axis; three parallel arrays."""
+
+    atom: Ints
+    axis: Ints
+    index: Ints
+
+
+def assemble(walk: Walk) -> Assembly:
+    """Resolve the labels of a walk, and make streams of them."""
+    axes, resolved = walk.labels.axes, walk.labels.resolved()
+    size = walk.labels.size
+    starts = np.array([axis.start for axis in axes] or [0])
+    label, atom = resolved.atoms(np.arange(size))
     axis = np.searchsorted(starts, label, side="right") - 1
-    return _Occurrences(atom, axis, label - starts[axis])
+    found = _Occurrences(atom, axis, label - starts[axis])
+    streams: list[Stream] = []
+    refused: dict[str, list[Ints]] = defaultdict(list)
+    stream_of, unit_of = np.full(size, NONE), np.full(size, NONE)
+    roles = _roles(axes, size, resolved, walk.roles)
+    names: dict[str, int] = defaultdict(int)
+    for atoms, chosen in _groups(found):
+        unit = np.searchsorted(atoms, found.atom[chosen])
+        members = _members(axes, found.axis[chosen], found.index[chosen], unit, roles)
+        if len(atoms) == 1:
+            refused["its channels go together or not at all"].append(atoms)
+        elif not any(member.role == "reader" for member in members):
+            refused["no layer reads it"].append(atoms)
+        else:
+            stream_of[atoms], unit_of[atoms] = len(streams), np.arange(len(atoms))
+            streams.append(Stream(_name(members, names), len(atoms), tuple(members)))
+    frozen = _frozen(
+        axes, size, resolved, found, {why: np.concatenate(each) for why, each in refused.items()}
+    )
+    return Assembly(streams, frozen, resolved, stream_of, unit_of)
 
 
-def _kinds(labels: Labels, resolved: Resolved, roles: Sequence[Role]) -> dict[int, Kind]:
-    """What each axis of a parameter is to the channels on it."""
+def _name(members: Sequence[Member], taken: dict[str, int]) -> str:
+    """A stream is called after its first writer; further ones of that layer (heads, positions) get a number."""
+    first = next((m for m in members if m.role == "writer"), members[0])
+    name = first.tensor.rpartition(".")[0] or first.tensor
+    taken[name] += 1
+    return f"{name}#{taken[name]}" if taken[name] > 1 else name
+
+
+def _roles(axes: list[LabelledAxis], size: int, resolved: Resolved, roles: Sequence[Role]) -> dict[int, Kind]:
+    """What each axis of a parameter is to the channels on it; those that are not listed ride."""
     of_owner: dict[str, list[int]] = defaultdict(list)
-    for number, axis in enumerate(labels.axes):
+    for number, axis in enumerate(axes):
         of_owner[axis.owner].append(number)
-    kinds: dict[int, Kind] = {}
+    found: dict[int, Kind] = {}
     atoms: dict[int, Ints] = {}
     rank: dict[Kind, int] = {"rider": 0, "reader": 1, "writer": 2}
-    touched = np.zeros(labels.size, bool)
+    touched = np.zeros(size, bool)
     for role in roles:
         if role.role == "rider":
             continue
         marked = resolved.atoms(role.labels)[1]
         touched[marked] = True
         candidates = [n for owner in role.sources for n in of_owner[owner]]
-        own = [n for n in candidates if _holds(labels.axes[n], role.labels)]
+        own = [n for n in candidates if _holds(axes[n], role.labels)]
         for number in own or candidates:  # a weight that was split first has labels of the view
             if number not in atoms:
-                axis = labels.axes[number]
+                axis = axes[number]
                 atoms[number] = resolved.atoms(np.arange(axis.start, axis.start + axis.size))[1]
-            if rank[role.role] > rank[kinds.get(number, "rider")] and touched[atoms[number]].any():
-                kinds[number] = role.role
+            if rank[role.role] > rank[found.get(number, "rider")] and touched[atoms[number]].any():
+                found[number] = role.role
         touched[marked] = False
-    return kinds
+    return found
 
 
 def _holds(axis: LabelledAxis, labels: Ints) -> bool:
     return bool(((labels >= axis.start) & (labels < axis.start + axis.size)).any())
-
-
-def _streams(
-    labels: Labels, found: _Occurrences, kinds: dict[int, Kind]
-) -> tuple[list[Stream], dict[str, Ints], Ints, Ints]:
-    """Atoms that lie on the same axes, equally often, are the units of one stream."""
-    streams: list[Stream] = []
-    refused: dict[str, list[Ints]] = defaultdict(list)
-    stream_of, unit_of = np.full(labels.size, NONE), np.full(labels.size, NONE)
-    names: dict[str, int] = defaultdict(int)
-    for atoms, chosen in _groups(found):
-        unit = np.searchsorted(atoms, found.atom[chosen])
-        members = _members(labels.axes, found.axis[chosen], found.index[chosen], unit, kinds)
-        reason = _refusal(members, len(atoms))
-        if reason:
-            refused[reason].append(atoms)
-            continue
-        stream_of[atoms], unit_of[atoms] = len(streams), np.arange(len(atoms))
-        first = next((m for m in members if m.role == "writer"), members[0])
-        name = first.tensor.rpartition(".")[0] or first.tensor
-        names[name] += 1
-        suffix = f"#{names[name]}" if names[name] > 1 else ""
-        streams.append(Stream(name + suffix, len(atoms), tuple(members)))
-    return streams, {reason: np.concatenate(atoms) for reason, atoms in refused.items()}, stream_of, unit_of
-
-
-def _refusal(members: list[Member], units: int) -> str:
-    if units == 1:
-        return "its channels go together or not at all"
-    if not any(member.role == "reader" for member in members):
-        return "no layer reads it"
-    return ""
 
 
 def _groups(found: _Occurrences) -> list[tuple[Ints, Ints]]:
@@ -235,6 +287,8 @@ def _groups(found: _Occurrences) -> list[tuple[Ints, Ints]]:
     if not len(found.atom):
         return []
     atoms, place = np.unique(found.atom, return_inverse=True)
+    # the signature of an atom is the sum of random numbers, one for each axis that it lies on: equal for the same axes,
+    # and for others by a chance of 2^-62
     weights = np.random.default_rng(0).integers(1, 2**62, int(found.axis.max()) + 1)
     signature = np.zeros(len(atoms), np.int64)
     with np.errstate(over="ignore"):
@@ -249,7 +303,7 @@ def _groups(found: _Occurrences) -> list[tuple[Ints, Ints]]:
 
 
 def _members(
-    axes: list[LabelledAxis], axis: Ints, index: Ints, unit: Ints, kinds: dict[int, Kind]
+    axes: list[LabelledAxis], axis: Ints, index: Ints, unit: Ints, roles: Mapping[int, Kind]
 ) -> list[Member]:
     members = []
     for number in np.unique(axis):
@@ -257,26 +311,27 @@ def _members(
         if labelled.owner:
             units = np.full(labelled.size, NONE)
             units[index[axis == number]] = unit[axis == number]
-            members.append(Member(labelled.owner, labelled.axis, kinds.get(int(number), "rider"), units))
+            members.append(Member(labelled.owner, labelled.axis, roles.get(int(number), "rider"), units))
     return members
 
 
 def _frozen(
-    labels: Labels, resolved: Resolved, found: _Occurrences, refused: dict[str, Ints]
+    axes: list[LabelledAxis], size: int, resolved: Resolved, found: _Occurrences, refused: Mapping[str, Ints]
 ) -> list[Frozen]:
+    """For each axis, how many of its indices must stay for which reason."""
     texts = list(dict.fromkeys([*resolved.reasons.values(), *refused]))
     number = {text: index for index, text in enumerate(texts)}
-    reason = np.full(labels.size, NONE)
+    reason = np.full(size, NONE)
     for root, text in resolved.reasons.items():
         reason[root] = number[text]
     for text, atoms in refused.items():
         reason[atoms] = number[text]
-    starts = np.array([axis.start for axis in labels.axes] or [0])
-    free = np.zeros(labels.size, bool)
+    starts = np.array([axis.start for axis in axes] or [0])
+    free = np.zeros(size, bool)
     allowed = reason[found.atom] == NONE
     free[starts[found.axis[allowed]] + found.index[allowed]] = True
     listed = []
-    for axis in labels.axes:
+    for axis in axes:
         whole = slice(axis.start, axis.start + axis.size)
         held = resolved.root[whole][~free[whole]] if axis.owner else np.empty(0, np.int64)
         why, counts = np.unique(_why(held, resolved, reason), return_counts=True)
@@ -291,111 +346,6 @@ def _why(roots: Ints, resolved: Resolved, reason: Ints) -> Ints:
     """The reason of each root, or that of a member of it that must stay."""
     why = reason[roots]
     for index in np.flatnonzero(why == NONE):
-        members = resolved.members[:, resolved.made == roots[index]].ravel()
+        members = resolved.members[:, resolved.derived == roots[index]].ravel()
         why[index] = reason[members[members != NONE]].max()
     return why
-
-
-@dataclass(frozen=True)
-class FreeWriter:
-    """A layer, and perhaps its norm, that may keep channels of its own."""
-
-    name: str
-    """The path of the layer."""
-    stream: int
-    members: tuple[tuple[str, int], ...]
-    """Its tensors, and the axis of each that carries the stream; index i is unit i."""
-    module: str
-    """Where its channels are spread over the stream: after this module."""
-    axis: int
-    """The axis of that module's output."""
-
-
-def free_writers(
-    net: nn.Module, program: ExportedProgram, found: Findings, assembly: Assembly, names: Mapping[str, str]
-) -> list[FreeWriter]:
-    """Every layer of the network that can be a free writer, in the streams' order."""
-    found_at = placeholders(program, names)
-    users = {name: [user for node in nodes for user in node.users] for name, nodes in found_at.items()}
-    writers = []
-    for number, stream in enumerate(assembly.streams):
-        chosen = [m for m in stream.members if m.role == "writer" and _is_plain(m, stream)]
-        if sum(member.role == "writer" for member in stream.members) > 1:
-            made = (_free(net, users, found, number, stream, member) for member in chosen)
-            writers += [writer for writer in made if writer is not None]
-    return writers
-
-
-def _is_plain(member: Member, stream: Stream) -> bool:
-    return np.array_equal(member.units, np.arange(stream.size))
-
-
-def _free(
-    net: nn.Module,
-    users: dict[str, list[Node]],
-    found: Findings,
-    number: int,
-    stream: Stream,
-    member: Member,
-) -> FreeWriter | None:
-    """Follow the writer's output as long as nothing else takes it; the last module's end is where it is spread."""
-    riders = {m.tensor: m for m in stream.members if m.role == "rider" and _is_plain(m, stream)}
-    on_stream = {**riders, member.tensor: member}
-    path = member.tensor.rpartition(".")[0]
-    if len(users.get(member.tensor, ())) != 1:
-        return None
-    node: Node | None = users[member.tensor][0]
-    taken: list[tuple[str, int]] = []
-    best: tuple[Node, list[tuple[str, int]]] | None = None
-    while node is not None:
-        own = _parameters_of(node, users, on_stream)
-        if own is None:
-            break
-        taken += own
-        if _is_end_of_leaf(net, node, path if best is None else None):
-            best = (node, list(taken))
-        node = _only_successor(node)
-    if best is None:
-        return None
-    axis = _channel_axis(found, best[0], stream.size)
-    if axis is None or (member.tensor, member.axis) not in best[1]:
-        return None
-    return FreeWriter(path, number, tuple(best[1]), module_of(best[0]), axis)
-
-
-def _parameters_of(
-    node: Node, users: dict[str, list[Node]], on_stream: dict[str, Member]
-) -> list[tuple[str, int]] | None:
-    """The tensors of the stream that an operation takes; None where they are not its alone."""
-    own = [(name, m.axis) for name, m in on_stream.items() if node in users.get(name, ())]
-    return None if any(len(users[name]) > 1 for name, _ in own) else own
-
-
-def _only_successor(node: Node) -> Node | None:
-    """The next operation, if it is the only one that takes this output and a norm, or the end of the same layer."""
-    if len(node.users) != 1:
-        return None
-    after = next(iter(node.users))
-    if after.op != "call_function" or operation(after) not in {"batch_norm", "view"}:
-        return None
-    if operation(after) == "view" and module_of(after) != module_of(node):
-        return None
-    return after if after.args and after.args[0] is node else None
-
-
-def _is_end_of_leaf(net: nn.Module, node: Node, path: str | None) -> bool:
-    """True where a node is what a module without children returns."""
-    place = module_of(node)
-    if path is not None and place != path:
-        return False
-    leaf = net.get_submodule(place)
-    inside = any(module_of(user) == place for user in node.users if user.op == "call_function")
-    return all(isinstance(child, Added) for child in leaf.children()) and not inside
-
-
-def _channel_axis(found: Findings, node: Node, size: int) -> int | None:
-    value = found.values.get(node)
-    if not isinstance(value, Value):
-        return None
-    axes = [axis for axis, fields in value.fields.items() if fields and value.shape[axis] == size]
-    return axes[0] - len(value.shape) if len(axes) == 1 else None  # from the end: batches may have more axes

@@ -1,10 +1,8 @@
-"""A structure as plain data that JSON can hold.
+"""The structure of a network: `Structure`, how it is found on the graph, and how it is kept as plain data.
 
-The structure of a network: its streams, what is frozen and why, and what its code holds of their sizes.
-
-A short name for a network's architecture: its modules, their settings, the shapes of its tensors, the example.
-
-A structure as plain data: stable JSON, and a cache by the network's fingerprint.
+`find` captures the graph (`capture`), walks over it (`walk`), makes streams of the labels (`streams`) and looks for
+sites, free writers and folds (`sites`). Only what the graph shows is known then; `spalier.trace` goes on with a dry run
+that shows whether the network's code follows.
 """
 
 from __future__ import annotations
@@ -13,100 +11,45 @@ import hashlib
 import json
 import math
 import os
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_flatten
 
+from spalier.adapters.attach import Names, select_named
 from spalier.adapters.attachment import attachment_of, is_marked
-from spalier.adapters.geometry import Added
+from spalier.adapters.geometry import Added, first_names, tensors_of
 from spalier.errors import ConfigError, TraceError
-from spalier.structure.labels import Ints
-from spalier.structure.sites import Cost, Site
-from spalier.structure.streams import Assembly, FreeWriter, Frozen, Member, Placed, Stream, present
-from spalier.structure.walk import Walk
+from spalier.files import write
+from spalier.structure import movement  # noqa: F401  (importing it registers its rules; streams imports arithmetic)
+from spalier.structure.capture import capture, copied
+from spalier.structure.labels import Ints, Labels
+from spalier.structure.sites import FreeWriter, GraphSearch, Site, find_folds
+from spalier.structure.streams import (
+    Assembly,
+    AxisUnits,
+    Cost,
+    Extent,
+    Frozen,
+    Member,
+    Stream,
+    assemble,
+    costs_of,
+    extents_of,
+    kept_indices,
+)
+from spalier.structure.walk import Value, Walk
 from spalier.text import pattern, pattern_of, table
 
-FORMAT = 3
-
-
-def to_dict(structure: Any) -> dict[str, Any]:
-    """A structure as JSON can hold it; equal structures give equal data."""
-    return {
-        "format": FORMAT,
-        "fingerprint": structure.fingerprint,
-        "shapes": {name: list(shape) for name, shape in sorted(structure.shapes.items())},
-        "ties": {name: first for name, first in sorted(structure.names.items()) if name != first},
-        "parameters": sorted(structure.parameters),
-        "streams": [
-            {
-                "name": stream.name,
-                "units": stream.size,
-                "members": [[m.tensor, m.axis, m.role, _coded(m.units)] for m in stream.members],
-            }
-            for stream in structure.streams
-        ],
-        "frozen": [[f.tensor, f.axis, f.count, f.size, f.reason] for f in structure.frozen],
-        "writers": [
-            [w.name, w.stream, [list(member) for member in w.members], w.module, w.axis]
-            for w in structure.writers
-        ],
-        "extents": [
-            [e.module, list(e.sizes), [_placed(placed) for placed in e.placed]] for e in structure.extents
-        ],
-        "sites": [
-            [s.writer, s.stream, s.module, s.side, s.axis, _placed(s.placed), s.norm] for s in structure.sites
-        ],
-        "costs": [
-            [c.module, c.times, c.tensor, list(c.axes), list(c.sizes), [_placed(p) for p in c.placed]]
-            for c in structure.costs
-        ],
-        "folds": [list(pair) for pair in structure.folds],
-    }
-
-
-def _placed(placed: Any) -> list[Any]:
-    return [[stream, _coded(units)] for stream, units in placed]
-
-
-def _coded(units: Ints) -> list[int] | dict[str, int]:
-    """Units along an axis, as a pattern if they are one."""
-    found = pattern_of(units)
-    return [int(unit) for unit in units] if found is None else dict(zip(_FIELDS, found, strict=True))
-
-
-_FIELDS = ("units", "run", "times")
-
-
-def decoded(code: list[int] | dict[str, int]) -> Ints:
-    """Units along an axis, as they were before they were written down."""
-    return pattern(*(code[field] for field in _FIELDS)) if isinstance(code, dict) else np.array(code)
-
-
-Mask = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, eq=False)
-class Extent:
-    """Sizes that a module's own code uses: of a view such as (heads, head size), or of what a norm averages."""
-
-    module: str
-    sizes: tuple[int, ...]
-    placed: tuple[Placed, ...]
-
-    def left(self, keep: Sequence[Mask]) -> tuple[int, ...]:
-        """The sizes that are left."""
-        pairs = zip(self.placed, self.sizes, strict=True)
-        return tuple(int(present(placed, size, keep).sum()) for placed, size in pairs)
+UNUSED = "not used on this example"
+Freeze = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 
 
 @dataclass(eq=False)
@@ -130,14 +73,15 @@ class Structure:
     """For each name of a tensor, the first name that it goes by: tied tensors have several."""
     parameters: frozenset[str]
     """The tensors that are parameters, by their first names."""
-    streams: tuple[Stream, ...]
-    frozen: tuple[Frozen, ...]
-    writers: tuple[FreeWriter, ...]
+    streams: tuple[Stream, ...] = ()
+    frozen: tuple[Frozen, ...] = ()
+    writers: tuple[FreeWriter, ...] = ()
     """The layers that may keep channels of their own with ``writers="free"``."""
-    extents: tuple[Extent, ...]
-    sites: tuple[Site, ...]
+    extents: tuple[Extent, ...] = ()
+    """Sizes that modules' code uses, so that their attributes can follow."""
+    sites: tuple[Site, ...] = ()
     """Where each stream's channels can be seen while the network runs."""
-    costs: tuple[Cost, ...]
+    costs: tuple[Cost, ...] = ()
     """What the network computes on the example."""
     folds: tuple[tuple[str, str], ...] = ()
     """Layers, and the batch norms that alone take their outputs: one can be folded into the other."""
@@ -154,15 +98,16 @@ class Structure:
     @property
     def prunable(self) -> float:
         """The share of all weights that some unit takes with it."""
-        total = sum(math.prod(self.shapes[name]) for name in self.parameters)
-        left = sum(math.prod(self._without_units(name)) for name in self.parameters)
-        return (total - left) / total if total else 0.0
-
-    def _without_units(self, name: str) -> list[int]:
-        """How many indices of each axis go with no unit."""
         nothing = [np.zeros(stream.size, bool) for stream in self.streams]
-        shape = self.shapes[name]
-        return [int(present(self.axes.get((name, a), ()), n, nothing).sum()) for a, n in enumerate(shape)]
+        total = left = 0
+        for name in self.parameters:
+            shape = self.shapes[name]
+            stays = [
+                kept_indices(self.axes.get((name, a), ()), n, nothing).sum() for a, n in enumerate(shape)
+            ]
+            total += math.prod(shape)
+            left += math.prod(map(int, stays))
+        return (total - left) / total if total else 0.0
 
     def __getitem__(self, name: str) -> Stream:
         return self.streams[self.index[name]]
@@ -173,9 +118,9 @@ class Structure:
         return {stream.name: number for number, stream in enumerate(self.streams)}
 
     @cached_property
-    def axes(self) -> dict[tuple[str, int], Placed]:
-        """The streams on each axis of each tensor."""
-        found: dict[tuple[str, int], list[tuple[int, Any]]] = {}
+    def axes(self) -> dict[tuple[str, int], AxisUnits]:
+        """The units on each axis of each tensor."""
+        found: dict[tuple[str, int], list[tuple[int, Ints]]] = {}
         for number, stream in enumerate(self.streams):
             for member in stream.members:
                 found.setdefault((member.tensor, member.axis), []).append((number, member.units))
@@ -189,7 +134,14 @@ class Structure:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data that JSON can hold, the same for the same network."""
-        return to_dict(self)
+        return {
+            "format": FORMAT,
+            "fingerprint": self.fingerprint,
+            "shapes": {name: list(shape) for name, shape in sorted(self.shapes.items())},
+            "ties": {name: first for name, first in sorted(self.names.items()) if name != first},
+            "parameters": sorted(self.parameters),
+            **{key: _coded(getattr(self, key)) for key in _LISTS},
+        }
 
     def __str__(self) -> str:
         rows = [
@@ -203,17 +155,18 @@ class Structure:
         return f"{text}\n{self.units:,} units in {len(self.streams)} streams; {self.prunable:.1%} of the weights can go"
 
 
+def _short(names: Sequence[str]) -> str:
+    layers = list(dict.fromkeys(name.removesuffix(".weight") for name in names))
+    return ", ".join(layers[:2]) + (f" and {len(layers) - 2} more" if len(layers) > 2 else "") or "-"
+
+
 def structure_of(net: nn.Module, given: Structure | None) -> Structure:
     """The structure that was passed, or the one that an adapted network remembers."""
-    if not isinstance(net, nn.Module):
-        raise ConfigError(f"net is a {type(net).__name__}, expected a torch.nn.Module")
     if isinstance(net, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ConfigError(
             f"net is wrapped in {type(net).__name__}; pass the network inside of it, net.module"
         )
     if given is not None:
-        if not isinstance(given, Structure):
-            raise ConfigError(f"structure is a {type(given).__name__}, expected what trace returns")
         return given
     found = attachment_of(net).structure if is_marked(net) else None
     if not isinstance(found, Structure):
@@ -224,10 +177,105 @@ def structure_of(net: nn.Module, given: Structure | None) -> Structure:
     return found
 
 
-def _short(names: Sequence[str]) -> str:
-    layers = list(dict.fromkeys(name.removesuffix(".weight") for name in names))
-    return ", ".join(layers[:2]) + (f" and {len(layers) - 2} more" if len(layers) > 2 else "") or "-"
+# finding it
 
+
+def find(net: nn.Module, example: Any, freeze: Freeze = None) -> Structure:
+    """The structure of a network, as its graph has it."""
+    example = copied(example)
+    program = capture(net, example)
+    tensors = tensors_of(net)
+    names = first_names(tensors)
+    walk = Walk()
+    inputs = _inputs(walk, program, tensors, names)
+    _freeze_chosen(walk, net, freeze, inputs)
+    walk.run(program.graph_module, inputs)
+    captured = Captured(program, example, walk, assemble(walk))
+    parameters = {names[name] for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+    structure = Structure(
+        fingerprint=fingerprint(net, example, freeze),
+        shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        names=names,
+        parameters=frozenset(parameters),
+        example=example,
+        freeze=freeze,
+    )
+    return _read(net, structure, captured)
+
+
+def without(net: nn.Module, structure: Structure, refused: Mapping[int, str]) -> Structure:
+    """The same structure where these streams are frozen too, and why."""
+    captured = structure.captured
+    assert captured is not None
+    return _read(net, structure, replace(captured, assembly=captured.assembly.without(refused)))
+
+
+def _read(net: nn.Module, structure: Structure, captured: Captured) -> Structure:
+    """A structure with what can be read off its graph."""
+    program, walk, assembly = captured.program, captured.walk, captured.assembly
+    search = GraphSearch(net, program, walk, assembly, structure.names)
+    return replace(
+        structure,
+        streams=tuple(assembly.streams),
+        frozen=tuple(assembly.frozen),
+        writers=tuple(search.free_writers()),
+        extents=tuple(extents_of(walk, assembly)),
+        sites=tuple(search.sites()),
+        costs=tuple(costs_of(walk.terms, assembly)),
+        folds=tuple(find_folds(program, structure.names)),
+        captured=captured,
+    )
+
+
+def capture_again_(net: nn.Module, structure: Structure) -> None:
+    """Give a structure that was loaded the graph of its network."""
+    fresh = find(net, structure.example, structure.freeze)
+    refused = {n: "" for n, stream in enumerate(fresh.streams) if stream.name not in structure.index}
+    object.__setattr__(structure, "captured", without(net, fresh, refused).captured)
+
+
+def _inputs(
+    walk: Walk, program: ExportedProgram, tensors: Mapping[str, Tensor], names: Mapping[str, str]
+) -> dict[str, Value]:
+    """Fresh labels for every axis of every parameter and buffer, by the names of their placeholders."""
+    signature = program.graph_signature
+    owners = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    used = {names[owner] for place, owner in owners.items() if owner in names and nodes[place].users}
+    values: dict[str, Value] = {}
+    inputs: dict[str, Value] = {}
+    for place, owner in owners.items():
+        if owner in names:  # else an adapter's, which this graph does not use
+            name = names[owner]
+            if name not in values:
+                values[name] = _labelled(walk.labels, name, tuple(tensors[name].shape))
+                if name not in used:
+                    walk.freeze_all(values[name], reason=UNUSED)
+            inputs[place] = values[name]
+    for place in signature.inputs_to_lifted_tensor_constants:
+        inputs[place] = Value(tuple(nodes[place].meta["val"].shape), {}, frozenset())
+    return inputs
+
+
+def _labelled(labels: Labels, name: str, shape: tuple[int, ...]) -> Value:
+    """A single channel cannot go, so an axis of size 1 needs no label."""
+    fields = {axis: [labels.new(size, name, axis)] for axis, size in enumerate(shape) if size > 1}
+    return Value(shape, fields, frozenset({name}))
+
+
+def _freeze_chosen(walk: Walk, net: nn.Module, freeze: Freeze, inputs: Mapping[str, Value]) -> None:
+    names = Names(net)
+    if callable(freeze):
+        chosen = {m for m in names.of if freeze(names.of[m][0], m)}
+    else:
+        chosen = select_named(names, "freeze", freeze)
+    owners = {path for module in chosen for path in names.of[module]}
+    for value in inputs.values():
+        if any(source.rpartition(".")[0] in owners for source in value.sources or ()):
+            walk.freeze_all(value, reason="as asked")
+
+
+# what a network is known by
 
 VERSION = 1
 """Rises whenever the same network would be given another structure."""
@@ -235,6 +283,8 @@ VERSION = 1
 
 def fingerprint(net: nn.Module, example: Any, freeze: Any = None) -> str:
     """Equal for networks of the same architecture, whatever their weights and adapters.
+
+    It covers the modules, their settings and code, the shapes of their tensors, and the example.
 
     >>> a, b = nn.Linear(4, 4), nn.Linear(4, 4)
     >>> x = torch.zeros(1, 4)
@@ -258,9 +308,8 @@ def fingerprint(net: nn.Module, example: Any, freeze: Any = None) -> str:
     leaves, spec = tree_flatten(example)
     digest.update(str(spec).encode())
     for leaf in leaves:
-        digest.update(
-            f"{tuple(leaf.shape)}{leaf.dtype}".encode() if isinstance(leaf, Tensor) else repr(leaf).encode()
-        )
+        text = f"{tuple(leaf.shape)}{leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)
+        digest.update(text.encode())
     return digest.hexdigest()
 
 
@@ -273,43 +322,70 @@ def _code(kind: type) -> bytes:
     return bytes(code.co_code) + repr((code.co_names, constants)).encode()
 
 
+# plain data
+
+FORMAT = 4
+_LISTS = ("streams", "frozen", "writers", "extents", "sites", "costs", "folds")
+
+
+def _coded(value: Any) -> Any:
+    """Dataclasses and tuples as lists; units along an axis as a pattern, if they are one."""
+    if isinstance(value, np.ndarray):
+        found = pattern_of(value)
+        return value.tolist() if found is None else {"pattern": list(found)}
+    if is_dataclass(value):
+        return [_coded(getattr(value, each.name)) for each in fields(value)]
+    return [_coded(each) for each in value] if isinstance(value, tuple) else value
+
+
 def from_dict(data: Mapping[str, Any]) -> Structure:
-    """The structure that `to_dict` wrote down; it has no graph, so `prune_` needs ``check=False`` with it."""
+    """The structure that `Structure.to_dict` wrote down; it has no graph, so `prune_` needs ``check=False`` with it."""
     if data.get("format") != FORMAT:
         raise TraceError(
             f"the structure has format {data.get('format')!r}, expected {FORMAT}; trace the network again"
         )
     shapes = {name: tuple(shape) for name, shape in data["shapes"].items()}
-    streams = tuple(
-        Stream(s["name"], s["units"], tuple(Member(t, a, role, decoded(u)) for t, a, role, u in s["members"]))
-        for s in data["streams"]
-    )
     return Structure(
-        data["fingerprint"],
-        shapes,
-        {name: data["ties"].get(name, name) for name in shapes},
-        frozenset(data["parameters"]),
-        streams,
-        tuple(Frozen(*entry) for entry in data["frozen"]),
-        tuple(
-            FreeWriter(n, s, tuple((t, x) for t, x in members), m, a)
-            for n, s, members, m, a in data["writers"]
+        fingerprint=data["fingerprint"],
+        shapes=shapes,
+        names={name: data["ties"].get(name, name) for name in shapes},
+        parameters=frozenset(data["parameters"]),
+        streams=tuple(
+            Stream(name, size, tuple(Member(t, axis, role, _units(u)) for t, axis, role, u in members))
+            for name, size, members in data["streams"]
         ),
-        tuple(Extent(m, tuple(sizes), tuple(map(_replaced, placed))) for m, sizes, placed in data["extents"]),
-        tuple(
-            Site(writer, stream, module, side, axis, _replaced(placed), norm)
-            for writer, stream, module, side, axis, placed, norm in data["sites"]
+        frozen=tuple(Frozen(*entry) for entry in data["frozen"]),
+        writers=tuple(
+            FreeWriter(name, stream, tuple(map(_pair, members)), module, axis)
+            for name, stream, members, module, axis in data["writers"]
         ),
-        tuple(
-            Cost(module, times, tensor, tuple(axes), tuple(sizes), tuple(map(_replaced, placed)))
-            for module, times, tensor, axes, sizes, placed in data["costs"]
+        extents=tuple(
+            Extent(module, tuple(sizes), tuple(map(_axis_units, units)))
+            for module, sizes, units in data["extents"]
         ),
-        tuple((layer, norm) for layer, norm in data["folds"]),
+        sites=tuple(
+            Site(writer, stream, module, side, axis, _axis_units(units), norm)
+            for writer, stream, module, side, axis, units, norm in data["sites"]
+        ),
+        costs=tuple(
+            Cost(module, times, tensor, tuple(axes), tuple(sizes), tuple(map(_axis_units, units)))
+            for module, times, tensor, axes, sizes, units in data["costs"]
+        ),
+        folds=tuple(map(_pair, data["folds"])),
     )
 
 
-def _replaced(entries: list[Any]) -> Placed:
-    return tuple((stream, decoded(units)) for stream, units in entries)
+def _pair(entry: Sequence[Any]) -> tuple[Any, Any]:
+    first, second = entry
+    return first, second
+
+
+def _axis_units(entries: Sequence[Any]) -> AxisUnits:
+    return tuple((stream, _units(units)) for stream, units in entries)
+
+
+def _units(code: list[int] | dict[str, list[int]]) -> Ints:
+    return pattern(*code["pattern"]) if isinstance(code, dict) else np.array(code)
 
 
 class Cache:
@@ -330,12 +406,5 @@ class Cache:
     def put(self, structure: Structure) -> None:
         """Write a structure down, all of it or nothing."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(to_dict(structure), separators=(",", ":"))
-        handle, name = tempfile.mkstemp(dir=self.folder, prefix=".", suffix=".json")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(name).replace(self.folder / f"{structure.fingerprint}.json")
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        text = json.dumps(structure.to_dict(), separators=(",", ":"))
+        write(self.folder / f"{structure.fingerprint}.json", text.encode())
