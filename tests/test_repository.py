@@ -92,7 +92,7 @@ DATA_LAYERS = [
     {"hugging_face"},
     {"open"},
 ]
-INTEGRATIONS_LAYERS = [{"_stepping"}, {"lightning", "transformers"}]
+INTEGRATIONS_LAYERS = [{"lightning", "transformers"}]
 REPORTING_LAYERS = [
     {"naming", "model", "leaves"},
     {"scales", "reading", "series"},

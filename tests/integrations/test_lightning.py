@@ -351,8 +351,8 @@ def test_lightning_by_its_older_name(monkeypatch):
 
 
 def test_several_processes_are_refused(monkeypatch):
-    from spalier.integrations import _stepping
+    from spalier import integrations
 
-    monkeypatch.setattr(_stepping, "is_distributed", lambda: True)
+    monkeypatch.setattr(integrations, "is_distributed", lambda: True)
     with pytest.raises(ConfigError, match="several processes"):
         trainer(PruningCallback(schedule(), net="net")).fit(Classifier(), loader())

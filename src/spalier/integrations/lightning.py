@@ -6,7 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from spalier.integrations._stepping import Moment, Part, Stepper
+from spalier.integrations import Moment, Part, Stepper
 from spalier.scheduling import Schedule
 
 if not (find_spec("lightning") or find_spec("pytorch_lightning")):

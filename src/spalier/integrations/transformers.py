@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spalier.errors import ConfigError
-from spalier.integrations._stepping import Moment, Part, Stepper
+from spalier.integrations import Moment, Part, Stepper
 from spalier.scheduling import Schedule
 
 try:
