@@ -130,7 +130,9 @@ def imports_of(file: Path) -> set[str]:
             assert node.level == 0, f"{file}: relative import"
             found.add(node.module)
             if node.module.removeprefix("spalier.") in PACKAGES:
-                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+                package = SOURCE.joinpath(*node.module.split(".")[1:])
+                modules = [a.name for a in node.names if (package / f"{a.name}.py").exists()]
+                found |= {f"{node.module}.{name}" for name in modules}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
     return {name for name in found if name.startswith("spalier.") and name != "spalier.__version__"}
