@@ -93,16 +93,7 @@ DATA_LAYERS = [
     {"open"},
 ]
 INTEGRATIONS_LAYERS = [{"lightning", "transformers"}]
-REPORTING_LAYERS = [
-    {"naming", "model", "leaves"},
-    {"scales", "reading", "series"},
-    {"figure", "gather", "words"},
-    {"svg", "accuracy", "wall", "classes", "examples", "scores", "learning", "sizes"},
-    {"details"},
-    {"plates"},
-    {"page"},
-    {"write"},
-]
+REPORTING_LAYERS = [{"draw", "load"}, {"figures"}, {"comparisons"}, {"page"}]
 CLI_LAYERS = [
     {"main", "opening", "demo"},
     {"commands", "task_commands"},

@@ -11,11 +11,10 @@ from found import Found, Mean
 from protocol import Protocol
 from tables import DATA, NAMES
 
-from spalier.reporting.accuracy import accuracy
-from spalier.reporting.figure import Cell, Dot, Figure, Line, Mark, Panel, Whisker
-from spalier.reporting.model import Entry, Findings, Run
-from spalier.reporting.naming import density as in_percent
-from spalier.reporting.scales import Axis, linear, logarithmic
+from spalier.reporting.comparisons import accuracy_figures
+from spalier.reporting.draw import Axis, Cell, Dot, ErrorBar, Figure, Line, Mark, Panel, linear, logarithmic
+from spalier.reporting.draw import density as in_percent
+from spalier.reporting.load import ReportData, Run, TaskResult
 
 ROWS, COLUMNS = 768, 3072
 
@@ -88,7 +87,7 @@ def _accuracies(found: Found, protocol: Protocol) -> Iterator[Figure]:
             for learning in METHODS
             for cell in found.pick(data=data, criterion=criterion, learning=learning)
         ]
-        for figure in accuracy(_findings(data, cells)) if cells else ():
+        for figure in accuracy_figures(_report_data(data, cells)) if cells else ():
             if figure.name != "accuracy-latency":  # which is measured in turns elsewhere
                 yield replace(
                     figure, name=f"{data}-{figure.name}", title=f"{DATA[data]}: {_lower(figure.title)}"
@@ -99,21 +98,26 @@ def _lower(title: str) -> str:
     return title[0].lower() + title[1:]
 
 
-def _findings(data: str, cells: Sequence[dict[str, Any]]) -> Findings:
-    """What a report would find in the folders of these runs."""
-    runs = [Run(cell["cell"], [_entry(cell, row) for row in cell["rows"]]) for cell in cells]
+def _report_data(data: str, cells: Sequence[dict[str, Any]]) -> ReportData:
+    """What a report would load from the folders of these runs."""
+    runs = [Run(cell["cell"], [_task(cell, row) for row in cell["rows"]]) for cell in cells]
     several = len({cell["labels"]["criterion"] for cell in cells}) > 1
-    return Findings("folder of runs", data, runs, {}, ["criterion", "learning"] if several else ["learning"])
+    return ReportData(
+        "folder of runs", data, runs, {}, ["criterion", "learning"] if several else ["learning"]
+    )
 
 
-def _entry(cell: dict[str, Any], row: dict[str, Any]) -> Entry:
+def _task(cell: dict[str, Any], row: dict[str, Any]) -> TaskResult:
     told = cell["labels"]
-    return Entry(
+    return TaskResult(
         key=f"{cell['cell']}/{row['task']}",
         name=row["task"],
         run=cell["cell"],
-        settings={"criterion": told["criterion"], "learning": NAMES[told["learning"]]},
-        seed=told["seed"],
+        settings={
+            "criterion": told["criterion"],
+            "learning": NAMES[told["learning"]],
+            "seed": told["seed"],
+        },
         target=row["target"],
         numbers={name: value for name, value in row.items() if isinstance(value, int | float)},
     )
@@ -126,7 +130,7 @@ def _line(points: Iterable[tuple[float, Mean | None]], css: str, label: str) -> 
     """Means that are joined, with their deviations."""
     known = [(x, mean) for x, mean in points if mean is not None]
     marks: list[Mark] = [
-        Whisker(x, mean.value - mean.deviation, mean.value + mean.deviation, css)
+        ErrorBar(x, mean.value - mean.deviation, mean.value + mean.deviation, css)
         for x, mean in known
         if mean.deviation is not None
     ]
@@ -136,7 +140,7 @@ def _line(points: Iterable[tuple[float, Mean | None]], css: str, label: str) -> 
 
 def _accuracy_axis(marks: Iterable[Mark]) -> Axis:
     dots = [mark.y for mark in marks if isinstance(mark, Dot)]
-    return linear("test accuracy", dots, least=0, most=100, text=lambda v: f"{v:g}%")
+    return linear("test accuracy", dots, most=100, text=lambda v: f"{v:g}%")
 
 
 def masks(found: Found, protocol: Protocol) -> Figure:
@@ -168,7 +172,7 @@ def masks(found: Found, protocol: Protocol) -> Figure:
         drawn.append((NAMES[learning], marks))
     x = logarithmic("channels that count as kept", densities, text=in_percent)
     y = _accuracy_axis(mark for _, marks in drawn for mark in marks)
-    panels = [Panel(x, y, sorted(marks, key=_order), title, height=200) for title, marks in drawn]
+    panels = [Panel(x, y, marks, title, height=200) for title, marks in drawn]
     return Figure(
         "masks",
         "CIFAR-10: masks that hold, and masks that do not",
@@ -176,12 +180,7 @@ def masks(found: Found, protocol: Protocol) -> Figure:
         panels,
         ["learning", "masks", "channels", "accuracy", "standard deviation"],
         rows,
-        wide=True,
     )
-
-
-def _order(mark: Mark) -> int:
-    return (Whisker, Line, Dot).index(type(mark))
 
 
 def ablation(found: Found) -> Figure:
@@ -203,7 +202,7 @@ def ablation(found: Found) -> Figure:
         "ranks",
         "CIFAR-10: accuracy by rank, at each share of channels",
         "SPLoRA with Taylor scores.",
-        [Panel(x, _accuracy_axis(marks), sorted(marks, key=_order))],
+        [Panel(x, _accuracy_axis(marks), marks)],
         ["channels", "rank", "accuracy", "standard deviation"],
         rows,
     )
@@ -240,7 +239,7 @@ def worth(found: Found) -> Figure:
         "worth",
         "CIFAR-10: what bytes give at 10% of the channels",
         "Each point is a rank, rising to the right.",
-        [Panel(x, _accuracy_axis(marks), sorted(marks, key=_order))],
+        [Panel(x, _accuracy_axis(marks), marks)],
         ["adapter", "rank or share", "bytes", "accuracy", "standard deviation"],
         rows,
     )

@@ -14,7 +14,7 @@ from protocol import Protocol
 from tables import DATA, NAMES, TABLES, markdown, pays_from
 
 import spalier as sp
-from spalier.reporting.write import standalone
+from spalier.reporting.page import standalone, to_csv
 
 _BASES = {
     "cifar10": "ResNet-20",
@@ -45,7 +45,7 @@ def drawings(results: Path, protocol: Protocol) -> dict[str, str]:
     """Every figure as SVG and as CSV, by the name of its file."""
     made = figures(Found.load(results), protocol)
     files = {f"{figure.name}.svg": standalone(figure) for figure in made}
-    return files | {f"{figure.name}.csv": figure.to_csv() for figure in made}
+    return files | {f"{figure.name}.csv": to_csv(figure) for figure in made}
 
 
 def write_page(docs: Path, results: Path, protocol: Protocol) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from spalier.pruning.plan import Plan, kept_units
     from spalier.pruning.prune import prune_
     from spalier.pruning.recovery import Recovery
-    from spalier.reporting.write import report
+    from spalier.reporting import report
     from spalier.runs.sweep import Sweep
     from spalier.runs.transfer import TransferPruning
     from spalier.scheduling import Schedule
@@ -85,7 +85,7 @@ _LATER = {
     "fuse": "adapters",
     "kept_units": "pruning.plan",
     "prune_": "pruning.prune",
-    "report": "reporting.write",
+    "report": "reporting",
     "resizes": "pruning.attributes",
     "score": "criteria",
     "select": "selecting",

@@ -1,10 +1,12 @@
-"""Helpers that all packages share: tables and names in messages, checks of options, imports of optional libraries.
+"""Helpers that all packages share: tables, numbers and names in text, checks of options, imports of optional libraries.
 
 Also units along an axis, written short: mostly each of n in turn, for a run of indices each, several times over.
 """
 
 from __future__ import annotations
 
+import math
+import unicodedata
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
@@ -89,6 +91,56 @@ def first_few(names: Sequence[object], most: int = 5) -> str:
     """
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(printable(name) for name in names[:most]) + more
+
+
+def clean(text: str) -> str:
+    """Text of unknown origin as a page can show it: invisible and direction characters become U+FFFD.
+
+    >>> clean("a\\u202eb\\x00") == "a\\ufffdb\\ufffd"
+    True
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join("\ufffd" if _is_hidden(character) else character for character in text)
+
+
+def _is_hidden(character: str) -> bool:
+    joins = character in "\u200c\u200d"  # emoji and several scripts need them
+    return not joins and unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    """A share in percent.
+
+    >>> percent(0.935), percent(None)
+    ('93.5%', '–')
+    """
+    return "–" if share is None else f"{100 * share:.{digits}f}%"
+
+
+def short_number(value: float | None) -> str:
+    """A number with three digits and a unit of thousands.
+
+    >>> short_number(11_173_962), short_number(950), short_number(0.0123), short_number(None)
+    ('11.2 M', '950', '0.0123', '–')
+    """
+    if not value:
+        return "–" if value is None else "0"
+    units = ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k"))
+    power, unit = next((u for u in units if abs(value) >= u[0] * 0.99995), (1.0, ""))
+    digits = max(0, 2 - math.floor(math.log10(abs(value / power))))
+    text = f"{value / power:.{min(digits, 12)}f}"
+    return (text.rstrip("0").rstrip(".") if "." in text else text) + unit
+
+
+def byte_size(count: float | None) -> str:
+    """A number of bytes with its unit.
+
+    >>> byte_size(123_456), byte_size(12)
+    ('123 kB', '12 B')
+    """
+    text = short_number(count)
+    return text if count is None else f"{text}B" if " " in text else f"{text} B"
 
 
 def check_integer(name: str, value: object, minimum: int = 0) -> int:

@@ -9,7 +9,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 import spalier as sp
-from spalier.reporting.write import report
+from spalier.reporting import report
 
 OVERLAPS = """
 const found = [];
@@ -194,16 +194,16 @@ def test_paper_has_panels_side_by_side(browser, pages):
         assert browser.execute_script(OVERLAPS) == []
 
 
-def test_the_wall_is_cut_back_step_by_step(browser, pages):
+def test_the_network_is_pruned_step_by_step(browser, pages):
     look(browser, f"{pages['run']}#task=run%2Fbirds-100")
     assert shown(browser) == ["birds-100"]
     left = []
     for name in ("birds-100", "birds-50", "birds-25"):
         assert shown(browser) == [name]
-        (wall,) = (s for s in browser.find_elements(By.CSS_SELECTOR, "#wall > svg") if s.is_displayed())
-        counts = [t.text.split(" / ") for t in wall.find_elements(By.CSS_SELECTOR, "text.count")]
+        (network,) = (s for s in browser.find_elements(By.CSS_SELECTOR, "#network > svg") if s.is_displayed())
+        counts = [t.text.split(" / ") for t in network.find_elements(By.CSS_SELECTOR, "text.count")]
         left.append(sum(int(kept) for kept, _ in counts))
-        gone = len(wall.find_elements(By.CSS_SELECTOR, ".gone"))
+        gone = len(network.find_elements(By.CSS_SELECTOR, ".gone"))
         assert (gone == 0) == (name == "birds-100")
         if name != "birds-25":
             browser.find_element(By.ID, "after").click()
@@ -253,7 +253,7 @@ def test_another_run_of_a_sweep_can_be_chosen(browser, pages):
     assert complaints(browser) == []
 
 
-@pytest.mark.parametrize("address", ["#task=none", "#task=%ff", "#task=<img src=x>", "#wall"])
+@pytest.mark.parametrize("address", ["#task=none", "#task=%ff", "#task=<img src=x>", "#network"])
 def test_other_addresses_do_no_harm(browser, pages, address):
     look(browser, pages["run"] + address)
     assert len(shown(browser)) == 1

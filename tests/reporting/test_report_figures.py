@@ -17,15 +17,10 @@ from reported import HOSTILE, write_run
 
 import spalier as sp
 from spalier.errors import ConfigError
-from spalier.reporting import leaves, write
-from spalier.reporting.figure import Dot, Figure, Line, Panel
-from spalier.reporting.gather import gather
-from spalier.reporting.model import Entry, Findings, Run
-from spalier.reporting.plates import plates
-from spalier.reporting.scales import Axis
-from spalier.reporting.sizes import _ticks, break_even
-from spalier.reporting.svg import draw
-from spalier.reporting.write import export, report, standalone
+from spalier.reporting.comparisons import bytes_figures
+from spalier.reporting.draw import Axis, Dot, Figure, Line, Panel, has_leaves, leaf_paths, to_svg
+from spalier.reporting.load import ReportData, Run, TaskResult, load
+from spalier.reporting.page import PNG_SCALE, all_figures, export, report, standalone, to_csv
 from spalier.tasks.costs import Report
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -35,11 +30,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("figures") / "run"
     rows = write_run(folder)
-    return rows, plates(gather(folder))
+    return rows, all_figures(load(folder))
 
 
 def by_name(found):
-    return {figure.name: figure for figure in found.all()}
+    return {figure.name: figure for figure in found}
 
 
 def test_tables_hold_the_rows(run):
@@ -49,7 +44,7 @@ def test_tables_hold_the_rows(run):
         table = figures[name].rows
         assert [(r[3], r[4]) for r in table] == [(row[column], row["test"]) for row in rows]
     assert [r[2] for r in figures["files"].rows] == [row["bytes"] for row in rows]
-    assert {"wall", "learning", "break-even", "scores-birds-50", "examples-birds-25"} <= set(figures)
+    assert {"network", "learning", "break-even", "scores-birds-50", "examples-birds-25"} <= set(figures)
 
 
 def test_the_points_are_the_rows(run):
@@ -61,7 +56,7 @@ def test_the_points_are_the_rows(run):
 
 def test_means_over_seeds(tmp_path):
     rows = [write_run(tmp_path / "s" / str(seed), seed=seed) for seed in range(3)]
-    figure = by_name(plates(gather(tmp_path / "s")))["accuracy-learned"]
+    figure = by_name(all_figures(load(tmp_path / "s")))["accuracy-learned"]
     for place, row in enumerate(figure.rows):
         values = [each[place]["test"] for each in rows]
         assert row[2] == 3
@@ -72,7 +67,7 @@ def test_means_over_seeds(tmp_path):
 def test_confusion_and_classes_are_counted(tmp_path):
     write_run(tmp_path / "r")
     counts = json.loads((tmp_path / "r/blocks/00.json").read_text())["confusion"]["test"]
-    figures = by_name(plates(gather(tmp_path / "r")))
+    figures = by_name(all_figures(load(tmp_path / "r")))
     names = ["cat", "dog", "owl"]
     told = {row[0]: row[2] for row in figures["classes-birds-100"].rows}
     assert told == {n: counts[i][i] / sum(counts[i]) for i, n in enumerate(names)}
@@ -85,9 +80,9 @@ def test_confusion_and_classes_are_counted(tmp_path):
 
 
 def test_drawings_are_well_formed_and_inside(run):
-    for figure in run[1].all():
+    for figure in run[1]:
         for width in (344, 544, 1120):
-            root = ElementTree.fromstring(draw(figure, width))
+            root = ElementTree.fromstring(to_svg(figure, width))
             _, _, w, h = map(float, root.get("viewBox").split())
             assert w == width
             for circle in root.iter(f"{SVG}circle"):
@@ -105,7 +100,7 @@ def test_drawings_are_well_formed_and_inside(run):
 
 
 def test_every_file_can_be_read_back(run, tmp_path, fonts):
-    found = list({figure.name.partition("-birds")[0]: figure for figure in run[1].all()}.values())
+    found = list({figure.name.partition("-birds")[0]: figure for figure in run[1]}.values())
     assert len(found) == 11
     export(found, tmp_path)
     for figure in found:
@@ -127,7 +122,7 @@ def test_csv_keeps_names_and_numbers():
         *([h.replace("\ud800", ""), 1.0, None, 0] for h in HOSTILE),
     ]
     figure = Figure("f", "t", "c", [], ["name", "float", "none", "whole"], rows)
-    back = list(csv.reader(io.StringIO(figure.to_csv())))[1:]
+    back = list(csv.reader(io.StringIO(to_csv(figure))))[1:]
     for (name, number, nothing, whole), want in zip(back, rows, strict=True):
         assert name == want[0]
         assert float(number) == want[1]
@@ -138,7 +133,7 @@ def test_csv_keeps_names_and_numbers():
 def test_a_missing_renderer_is_named_and_the_rest_is_there(run, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "resvg_py", None)
     with pytest.raises(ConfigError, match=r"pip install spalier\[report\]"):
-        export(run[1].all()[:2], tmp_path)
+        export(run[1][:2], tmp_path)
     assert len(list(tmp_path.glob("*.svg"))) == len(list(tmp_path.glob("*.csv"))) == 2
 
 
@@ -148,15 +143,15 @@ def test_a_system_without_fonts_is_named(run, tmp_path, monkeypatch):
     real = resvg_py.svg_to_bytes
     monkeypatch.setattr(resvg_py, "svg_to_bytes", lambda **given: real(**given, skip_system_fonts=True))
     with pytest.raises(ConfigError, match="font"):
-        export(run[1].all()[:1], tmp_path)
+        export(run[1][:1], tmp_path)
 
 
 def test_nineteen_densities(tmp_path):
     densities = [round(1 - 0.05 * i, 2) for i in range(19)]
     rows = write_run(tmp_path / "r", densities=densities, extras=False)
-    figures = by_name(plates(gather(tmp_path / "r")))
+    figures = by_name(all_figures(load(tmp_path / "r")))
     assert len(figures["accuracy-macs"].rows) == len(rows) == 19
-    assert len(figures["wall"].columns) == 21
+    assert len(figures["network"].columns) == 21
 
 
 def test_24_series_are_grouped(tmp_path):
@@ -171,7 +166,7 @@ def test_24_series_are_grouped(tmp_path):
                     extras=False,
                     densities=(1.0, 0.5),
                 )
-    figure = by_name(plates(gather(tmp_path)))["accuracy-learned"]
+    figure = by_name(all_figures(load(tmp_path)))["accuracy-learned"]
     assert [p.title for p in figure.panels] == ["SPLoRA", "LoRA"]
     assert len(figure.rows) == 48
     for panel in figure.panels:
@@ -182,51 +177,51 @@ def test_24_series_are_grouped(tmp_path):
 def test_ranks_are_in_order(tmp_path):
     for rank in (16, 2, 8):
         write_run(tmp_path / f"r{rank}", rank=rank, extras=False, densities=(1.0, 0.5))
-    figure = by_name(plates(gather(tmp_path)))["accuracy-learned"]
+    figure = by_name(all_figures(load(tmp_path)))["accuracy-learned"]
     assert list(dict.fromkeys(row[0] for row in figure.rows)) == ["rank 2", "rank 8", "rank 16"]
 
 
 def test_a_thousand_classes_show_the_pairs_that_matter(tmp_path):
     classes = [f"class {i}" for i in range(1000)]
     write_run(tmp_path / "r", classes=classes, densities=(1.0,), extras=False)
-    figures = by_name(plates(gather(tmp_path / "r")))
+    figures = by_name(all_figures(load(tmp_path / "r")))
     confusion, per_class = figures["confusion-birds-100"], figures["classes-birds-100"]
     assert len(confusion.panels[0].marks) == 25
     assert confusion.rows[0][2] == max(row[2] for row in confusion.rows)
     assert len(per_class.rows) == 1000
-    assert len(draw(confusion, 344)) < 50_000
+    assert len(to_svg(confusion, 344)) < 50_000
 
 
 def test_accuracies_that_are_not_known_are_left_out_and_said(tmp_path):
     write_run(tmp_path / "r", accuracies=[0.9, None, float("nan")])
-    figure = by_name(plates(gather(tmp_path / "r")))["accuracy-learned"]
+    figure = by_name(all_figures(load(tmp_path / "r")))["accuracy-learned"]
     # the task files of these rows hold no accuracy either
     assert [row[4] for row in figure.rows] == [0.9]
     assert "2 without these numbers are not shown" in figure.caption
     write_run(tmp_path / "n", accuracies=[None] * 3, latency=False)
-    assert not {"accuracy-learned", "accuracy-latency"} & set(by_name(plates(gather(tmp_path / "n"))))
+    assert not {"accuracy-learned", "accuracy-latency"} & set(by_name(all_figures(load(tmp_path / "n"))))
 
 
 def test_one_task_alone(tmp_path):
     write_run(tmp_path / "r", densities=(1.0,))
-    figures = by_name(plates(gather(tmp_path / "r")))
+    figures = by_name(all_figures(load(tmp_path / "r")))
     assert len(figures["accuracy-learned"].rows) == 1
-    ElementTree.fromstring(draw(figures["accuracy-learned"], 344))
+    ElementTree.fromstring(to_svg(figures["accuracy-learned"], 344))
 
 
 def sized(target, file, network, base, method="splora", **more):
     numbers = {"bytes": file, "network": network, "base": base}
-    said = {"method": method, "rank": 8}
-    return Entry(f"{method}{target}{file}", "t", "r", said, 0, target, numbers, architecture="a" * 64, **more)
+    said = {"method": method, "rank": 8, "seed": 0}
+    key = f"{method}{target}{file}"
+    return TaskResult(key, "t", "r", said, target, numbers, architecture="a" * 64, **more)
 
 
 def test_break_even_is_counted_for_each_method_and_density():
-    entries = [
+    tasks = [
         *(sized(1.0, 10, 1000, 1000), sized(0.5, 10, 60, 1000), sized(0.25, 10, 14, 1000)),
         *(sized(0.25, 12, 14, 1000), sized(1.0, 1100, 1000, 1000, "fine-pruning")),
     ]
-    findings = Findings("run", "r", [Run("r", entries)], {}, ["method"])
-    figure = break_even(findings, entries)
+    _, figure = bytes_figures(ReportData("run", "r", [Run("r", tasks)], {}, ["method"]))
     found = {(row[0], row[1]): (row[2], row[6]) for row in figure.rows}
     count = lambda file, network: next(t for t in range(1, 9999) if 1000 + t * file < t * network)  # noqa: E731
     assert found == {
@@ -237,16 +232,16 @@ def test_break_even_is_counted_for_each_method_and_density():
     }
     assert "Means over tasks and seeds of the same method and density" in figure.caption
     assert "Never: fine-pruning at 100%." in figure.caption
-    assert [p.title for p in figure.panels] == ["by density", "SPLoRA at 25%", "fine-pruning at 100%: never"]
+    assert len(figure.panels) == 1
     (line,) = (m for m in figure.panels[0].marks if isinstance(m, Line))
     assert list(line.points) == [(1.0, count(10, 1000)), (0.5, count(10, 60)), (0.25, count(11, 14))]
-    ElementTree.fromstring(draw(figure, 700))
+    ElementTree.fromstring(to_svg(figure, 700))
 
 
 def test_break_even_of_a_task_is_the_stores(tmp_path):
     write_run(tmp_path / "r", extras=False)
     store = sp.Store(tmp_path / "r" / "tasks").report()
-    figures = by_name(plates(gather(tmp_path / "r")))
+    figures = by_name(all_figures(load(tmp_path / "r")))
     alone = {c.name: Report(store.base, (c,)).break_even or "never" for c in store.costs}
     assert {row[1]: row[5] for row in figures["files"].rows} == alone
     assert [row[6] for row in figures["break-even"].rows] == [
@@ -254,27 +249,19 @@ def test_break_even_of_a_task_is_the_stores(tmp_path):
     ]
 
 
-@given(st.integers(1, 10**12))
-def test_ticks_of_tasks_are_few_and_whole(most):
-    found = _ticks(most)
-    assert found[0] == 0
-    assert found[-1] <= most
-    assert 2 <= len(found) <= 8
-
-
 def test_files_of_fine_pruning_hold_all_weights(tmp_path):
-    caption = lambda: by_name(plates(gather(tmp_path)))["files"].caption  # noqa: E731
+    caption = lambda: by_name(all_figures(load(tmp_path)))["files"].caption  # noqa: E731
     write_run(tmp_path / "a", method="fine-pruning", extras=False)
-    assert caption() == "Bytes of each task's file: masks and all weights that are left."
+    assert caption() == "Bytes of each task's file: for fine-pruning, masks and all weights that are left."
     write_run(tmp_path / "b", extras=False)
-    assert "masks, adapters, norms and head; those of fine-pruning hold masks and all weights" in caption()
+    assert "masks, adapters, norms and head; for fine-pruning, masks and all weights" in caption()
 
 
 def test_latency_is_not_joined(run):
     figures = by_name(run[1])
-    assert "<polyline" in draw(figures["accuracy-learned"], 544)
-    assert "<polyline" not in draw(figures["accuracy-latency"], 544)
-    assert "SPLoRA-8" in draw(figures["accuracy-latency"], 544)
+    assert "<polyline" in to_svg(figures["accuracy-learned"], 544)
+    assert "<polyline" not in to_svg(figures["accuracy-latency"], 544)
+    assert "SPLoRA-8" in to_svg(figures["accuracy-latency"], 544)
     assert "spalier bench" in figures["accuracy-latency"].caption
 
 
@@ -286,7 +273,7 @@ def test_tips_of_means_are_means(tmp_path):
         said["row"] |= {"channels": (0.5, 0.7)[seed], "macs": (0.2, 0.3)[seed]}
         path.write_text(json.dumps(said))
         assert len(row) == 3
-    figure = by_name(plates(gather(tmp_path)))["accuracy-learned"]
+    figure = by_name(all_figures(load(tmp_path)))["accuracy-learned"]
     (tip,) = (m.tip for m in figure.panels[0].marks if isinstance(m, Dot) and "density 50%" in m.tip)
     assert "60.0% of channels" in tip
     assert "25.0% of MACs" in tip
@@ -295,7 +282,7 @@ def test_tips_of_means_are_means(tmp_path):
 def test_cells_are_no_formulas():
     names = ["=1+1", "+1", "-1", "@x", "\tx", "\rx", "a=1", "'=1"]
     figure = Figure("f", "t", "c", [], ["=name", "number"], [[name, -1.5] for name in names])
-    head, *back = csv.reader(io.StringIO(figure.to_csv(), newline=""))
+    head, *back = csv.reader(io.StringIO(to_csv(figure), newline=""))
     assert head == ["'=name", "number"]
     assert [row[0] for row in back] == [*(f"'{name}" for name in names[:5]), "'\ufffdx", *names[6:]]
     assert {row[1] for row in back} == {"-1.5"}
@@ -305,14 +292,14 @@ def test_panels_of_one_task_share_their_accuracies(tmp_path):
     for method in ("splora", "lora"):
         for rank in range(1, 14):
             write_run(tmp_path / f"{method}{rank}", method=method, rank=rank, extras=False, densities=(1.0,))
-    panels = by_name(plates(gather(tmp_path)))["accuracy-learned"].panels
+    panels = by_name(all_figures(load(tmp_path)))["accuracy-learned"].panels
     assert len(panels) > 1
     assert len({(p.y.low, p.y.high) for p in panels}) == 1
 
 
 def test_hostile_names_are_text_in_drawings(tmp_path):
     write_run(tmp_path / "r", classes=HOSTILE)
-    for figure in plates(gather(tmp_path / "r")).all():
+    for figure in all_figures(load(tmp_path / "r")):
         root = ElementTree.fromstring(standalone(figure))
         kinds = {node.tag.removeprefix(SVG) for node in root.iter()}
         assert kinds <= {
@@ -335,7 +322,7 @@ def test_hostile_names_are_text_in_drawings(tmp_path):
 def test_labels_at_lines_do_not_touch():
     lines = [Line([(1, 0.5), (2, 0.5 + 0.001 * i)], f"s{i % 8}", f"series {i}") for i in range(12)]
     panel = Panel(Axis("x", 1, 2), Axis("y", 0, 1), lines, height=230)
-    root = ElementTree.fromstring(draw(Figure("f", "t", "c", [panel], [], []), 544))
+    root = ElementTree.fromstring(to_svg(Figure("f", "t", "c", [panel], [], []), 544))
     ys = sorted(float(t.get("y")) for t in root.iter(f"{SVG}text") if (t.text or "").startswith("series"))
     assert len(ys) == 12
     assert min(b - a for a, b in itertools.pairwise(ys)) >= 12.9
@@ -351,25 +338,25 @@ def test_a_report_lands_where_it_is_asked_for(tmp_path):
     )
     (tmp_path / "folder").mkdir()
     assert report(tmp_path / "r", tmp_path / "folder") == tmp_path / "folder" / "report.html"
-    assert write.SCALE == 3
+    assert PNG_SCALE == 3
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=300), st.floats(5, 300), st.floats(3, 20))
-def test_every_channel_has_a_leaf_or_its_share_of_a_twig(lives, half, room):
-    found = leaves.paths(lives, 400, 50, half, room)
+def test_every_channel_has_a_leaf_or_its_share_of_a_stroke(lives, half, room):
+    found = leaf_paths(lives, 400, 50, half, room)
     assert set(found) == set(lives)
     numbers = {step: re.findall(r"M(-?[\d.]+) (-?[\d.]+)", d) for step, d in found.items()}
     for step, places in numbers.items():
         assert all(400 - half - 3 <= float(x) <= 400 + half + 3 for x, _ in places)
         assert all(50 - room <= float(y) <= 50 + room for _, y in places)
-        if not leaves.is_twigs(len(lives), half):
+        if has_leaves(len(lives), half):
             assert len(places) == lives.count(step)
-    if leaves.is_twigs(len(lives), half):  # strokes for all that outlived a step lie on those for all before
+    if not has_leaves(len(lives), half):  # strokes for all that outlived a step lie on those for all before
         assert all("q" not in d for d in found.values())
 
 
 def test_a_stroke_is_as_long_as_the_share_that_is_left():
     lives = [3] * 4 + [1] * 4  # every second one goes left: two of each life
-    found = leaves.paths(lives, 100, 50, 3.0, 10)
+    found = leaf_paths(lives, 100, 50, 3.0, 10)
     lengths = {step: [float(v) for v in re.findall(r"v([\d.]+)", d)] for step, d in found.items()}
     assert lengths == {1: [16.0, 16.0], 3: [8.0, 8.0]}

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,28 +13,26 @@ from running import quick
 
 import spalier as sp
 from spalier.errors import RunError, SpalierError
-from spalier.reporting import reading, wall
-from spalier.reporting.figure import Rule
-from spalier.reporting.gather import gather
-from spalier.reporting.learning import learning
-from spalier.reporting.page import page
-from spalier.reporting.plates import plates
-from spalier.reporting.series import facets
-from spalier.reporting.write import report
+from spalier.reporting import report
+from spalier.reporting.comparisons import facets
+from spalier.reporting.draw import Rule
+from spalier.reporting.figures import learning_figure, removed_at
+from spalier.reporting.load import block_files, layers, load, measured, share
+from spalier.reporting.page import all_figures, page
 
 
 def test_a_run_is_its_rows(tmp_path):
     rows = write_run(tmp_path / "birds")
-    found = gather(tmp_path / "birds")
+    found = load(tmp_path / "birds")
     assert (found.kind, found.name, len(found.runs)) == ("run", "birds", 1)
-    assert [e.name for e in found.entries] == [row["task"] for row in rows]
-    for entry, row in zip(found.entries, rows, strict=True):
+    assert [e.name for e in found.tasks] == [row["task"] for row in rows]
+    for entry, row in zip(found.tasks, rows, strict=True):
         for name in ("test", "validation", "learned", "macs", "macs_left", "latency_ms", "bytes"):
             if name != "macs_left":
-                assert entry.number(name) == row[name], name
+                assert entry.numbers[name] == row[name], name
         assert entry.target == row["target"]
         assert len(entry.examples) == 11
-    assert [e.scores is not None for e in found.entries] == [False, True, True]
+    assert [e.scores is not None for e in found.tasks] == [False, True, True]
     assert [(e.block, e.step) for e in found.runs[0].epochs][:4] == [(0, 10), (0, 20), (0, 30), (1, 40)]
 
 
@@ -44,20 +41,20 @@ def test_layers_are_what_the_built_network_has():
 
     base = tiny_cnn(10)
     for each in tasks():
-        layers = {layer.name: layer for layer in reading.layers(each)}
-        assert set(layers) == {"0", "3"}
-        assert [layers[n].channels for n in "03"] == [base[0].out_channels, base[3].out_channels]
+        found = {layer.name: layer for layer in layers(each)}
+        assert set(found) == {"0", "3"}
+        assert [found[n].channels for n in "03"] == [base[0].out_channels, base[3].out_channels]
         shapes = [row.shape for row in each.table.rows if row.path in ("0", "3") and len(row.shape) == 4]
-        assert shapes[0][0] == layers["0"].channels
-        assert layers["0"].left + layers["3"].left == each.description.density.channels[0]
+        assert shapes[0][0] == found["0"].channels
+        assert found["0"].left + found["3"].left == each.description.density.channels[0]
 
 
 def test_lives_are_what_counting_gives(tmp_path):
     write_run(tmp_path / "r")
-    entries = gather(tmp_path / "r").entries
+    found = load(tmp_path / "r").tasks
     for layer in range(2):
-        lives = wall.life(entries, layer)
-        for step, entry in enumerate(entries):
+        lives = removed_at(found, layer)
+        for step, entry in enumerate(found):
             assert [life > step for life in lives] == entry.layers[layer].kept.tolist()
 
 
@@ -65,9 +62,9 @@ def test_a_run_in_progress_shows_what_is_done(tmp_path):
     write_run(tmp_path / "r", done=False)
     with (tmp_path / "r" / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "epo')
-    found = gather(tmp_path / "r")
-    assert found.runs[0].state == "not finished"
-    assert len(found.entries) == 3
+    found = load(tmp_path / "r")
+    assert found.runs[0].done is False
+    assert len(found.tasks) == 3
     assert len(found.runs[0].epochs) == 9
 
 
@@ -76,12 +73,12 @@ def test_a_run_without_a_finished_block(tmp_path):
     for path in (tmp_path / "r" / "blocks").iterdir():
         path.unlink()
     (tmp_path / "r" / "metrics.jsonl").unlink()
-    assert gather(tmp_path / "r").entries == []
+    assert load(tmp_path / "r").tasks == []
 
 
 def test_older_runs_have_no_scores_and_no_images(tmp_path):
     write_run(tmp_path / "r", extras=False)
-    assert all(e.scores is None and not e.examples for e in gather(tmp_path / "r").entries)
+    assert all(e.scores is None and not e.examples for e in load(tmp_path / "r").tasks)
 
 
 def test_sweeps_and_folders_of_runs(tmp_path):
@@ -89,13 +86,13 @@ def test_sweeps_and_folders_of_runs(tmp_path):
     for method in over["method"]:
         for seed in over["seed"]:
             write_run(tmp_path / "s" / f"method={method},seed={seed}", method=method, seed=seed)
-    found = gather(tmp_path / "s")
+    found = load(tmp_path / "s")
     assert found.kind == "folder of runs"
     (tmp_path / "s" / "sweep.yaml").write_text(yaml.safe_dump({"base": {"data": "digits"}, "over": over}))
     (tmp_path / "s" / "sweep.json").write_text(
         json.dumps({"failed": {"method=lora": "out of memory"}, "rows": []})
     )
-    found = gather(tmp_path / "s")
+    found = load(tmp_path / "s")
     assert (found.kind, len(found.runs), found.failed) == ("sweep", 6, {"method=lora": "out of memory"})
     assert list(found.varied) == ["method"]
     (facet,) = facets(found)
@@ -107,7 +104,7 @@ def test_data_side_by_side(tmp_path):
     for data in ("digits", "cifar10"):
         for method in ("splora", "lora"):
             write_run(tmp_path / "runs" / f"{data}-{method}", method=method, data=data)
-    found = gather(tmp_path)
+    found = load(tmp_path)
     assert [(f.title, [s.label for s in f.series]) for f in facets(found)] == [
         ("cifar10", ["SPLoRA", "LoRA"]),
         ("digits", ["SPLoRA", "LoRA"]),
@@ -121,22 +118,22 @@ def test_a_store_and_a_bad_file_in_it(tmp_path):
         store.add(task(place, f"birds-{100 * density:g}", metrics={"accuracy": 0.9}, provenance=provenance))
     store.add(task(0, "other", metrics={}))
     (tmp_path / "broken.task.safetensors").write_bytes(b"rubbish")
-    found = gather(tmp_path)
+    found = load(tmp_path)
     assert found.kind == "store"
     assert set(found.failed) == {"broken"}
-    assert sorted((run.name, len(run.entries)) for run in found.runs) == [("birds seed 1", 3), ("other", 1)]
-    assert [e.target for e in found.entries][:3] == [1.0, 0.5, 0.25]
-    sizes = {e.name: e.number("bytes") for e in found.entries}
+    assert sorted((run.name, len(run.tasks)) for run in found.runs) == [("birds seed 1", 3), ("other", 1)]
+    assert [e.target for e in found.tasks][:3] == [1.0, 0.5, 0.25]
+    sizes = {e.name: e.numbers["bytes"] for e in found.tasks}
     assert sizes["other"] == store.path("other").stat().st_size
-    assert all(e.number("latency_ms") is None for e in found.entries)
+    assert all("latency_ms" not in e.numbers for e in found.tasks)
 
 
 def test_one_bad_task_of_a_run_is_listed(tmp_path):
     write_run(tmp_path / "r")
     path = tmp_path / "r" / "tasks" / "birds-50.task.safetensors"
     path.write_bytes(path.read_bytes()[:-5])
-    found = gather(tmp_path / "r")
-    assert [e.name for e in found.entries] == ["birds-100", "birds-25"]
+    found = load(tmp_path / "r")
+    assert [e.name for e in found.tasks] == ["birds-100", "birds-25"]
     assert list(found.failed) == ["r/birds-50"]
 
 
@@ -209,7 +206,7 @@ def test_what_is_broken_is_said(what, tmp_path):
     write_run(tmp_path / "r")
     BREAK[what](tmp_path / "r")
     with pytest.raises(RunError) as error:
-        gather(tmp_path / "r")
+        load(tmp_path / "r")
     assert error.value.code == "folder"
     assert FILES.get(what, "01.json") in str(error.value)
 
@@ -218,13 +215,13 @@ def test_blocks_are_counted_in_numbers(tmp_path):
     write_run(tmp_path / "r")
     (tmp_path / "r" / "blocks" / "01.json").rename(tmp_path / "r" / "blocks" / "100.json")
     (tmp_path / "r" / "blocks" / "\u00b2.json").write_text("{}")  # a digit, and no number
-    assert [number for number, _, _ in reading.blocks(tmp_path / "r")] == [0, 2, 100]
+    assert [path.name for path in block_files(tmp_path / "r")] == ["00.json", "02.json", "100.json"]
 
 
 def test_rules_keep_their_density_where_a_task_is_bad(tmp_path):
     write_run(tmp_path / "r")
     (tmp_path / "r" / "tasks" / "birds-50.task.safetensors").write_bytes(b"rubbish")
-    figure = learning(gather(tmp_path / "r").runs[0], "learning")
+    figure = learning_figure(load(tmp_path / "r").runs[0], "learning")
     rules = [(m.x, m.label) for m in figure.panels[0].marks if isinstance(m, Rule)]
     assert rules == [(30, "50%"), (60, "25%")]
 
@@ -238,11 +235,11 @@ def points(found):
 def test_other_densities_are_no_seeds(tmp_path):
     write_run(tmp_path / "a", densities=(1.0, 0.5), extras=False)
     write_run(tmp_path / "b", densities=(1.0, 0.5, 0.25), seed=1, extras=False)
-    found = gather(tmp_path)
+    found = load(tmp_path)
     assert list(found.varied) == ["densities"]
     assert [len(p) for each in points(found).values() for p in each] == [1] * 5
     write_run(tmp_path / "c", densities=(1.0, 0.5), seed=1, extras=False)
-    assert sorted(len(p) for each in points(gather(tmp_path)).values() for p in each) == [1, 1, 1, 2, 2]
+    assert sorted(len(p) for each in points(load(tmp_path)).values() for p in each) == [1, 1, 1, 2, 2]
 
 
 def test_a_repeat_is_no_seed(tmp_path):
@@ -250,19 +247,19 @@ def test_a_repeat_is_no_seed(tmp_path):
     (tmp_path / "a" / "blocks" / "02.json").unlink()
     for name, seed in (("b", 0), ("c", 1)):
         write_run(tmp_path / name, seed=seed, extras=False)
-    found = gather(tmp_path)
+    found = load(tmp_path)
     assert dict(found.repeats) == {"a": "b"}
     assert [run.name for run in found.runs] == ["b", "c"]
     ((first, *_),) = points(found).values()
     assert first == ["b/birds-100", "c/birds-100"]
-    text = page(found, plates(found))
+    text = page(found, all_figures(found))
     assert "<bdi>a</bdi> repeats <bdi>b</bdi>" in text
 
 
 def test_the_same_density_twice_is_no_seed(tmp_path):
     write_run(tmp_path / "r", extras=False)
     _row(tmp_path / "r", target=1.0)
-    assert [len(p) for each in points(gather(tmp_path / "r")).values() for p in each] == [1, 1, 1]
+    assert [len(p) for each in points(load(tmp_path / "r")).values() for p in each] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -275,9 +272,8 @@ def test_a_store_has_a_panel_for_each_task_and_a_line_for_each_method(named, tmp
                 said = {"data": "birds", "method": method, "seed": 0} | ({"run": run} if named else {})
                 name = f"{run}-{method}-{density}"
                 store.add(task(place, name, metrics={"accuracy": 0.9}, provenance=said, classes=classes))
-    found = facets(gather(tmp_path))
-    titles = ["cat-dog", "owl-tit"] if named else ["cat dog", "owl tit"]
-    assert [f.title for f in found] == titles
+    found = facets(load(tmp_path))
+    assert [f.title for f in found] == ["cat-dog", "owl-tit"]
     for facet in found:
         assert [s.label for s in facet.series] == ["SPLoRA", "fine-pruning"]
         assert [[len(p) for p in s.points] for s in facet.series] == [[1, 1], [1, 1]]
@@ -289,22 +285,21 @@ def test_names_of_older_files_lose_their_method(tmp_path):
         for method in ("splora", "fine-pruning"):
             said = {"data": "x", "method": method, "seed": 0}
             store.add(task(0, f"{data}-{method}-100", metrics={"accuracy": 0.9}, provenance=said))
-    assert [(f.title, len(f.series)) for f in facets(gather(tmp_path))] == [("birds", 2), ("boats", 2)]
+    assert [(f.title, len(f.series)) for f in facets(load(tmp_path))] == [("birds", 2), ("boats", 2)]
 
 
 def test_other_folders_are_refused(tmp_path):
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(RunError, match="expected") as error:
-            gather(path)
+            load(path)
         assert error.value.code == "folder"
 
 
 def test_counts_that_are_no_numbers_are_not_known():
-    path = Path("x.json")
     values = (1, 0.5, None, float("nan"), float("inf"), True, "3")
-    assert [reading.number(v, path) for v in values] == [1, 0.5, *[None] * 5]
-    assert reading.number(np.float64(2.0), path) == 2.0
-    assert [reading.share(v) for v in (0, 0.5, 1, 1.5, -1, None, True, 10**400, float("nan"))] == [
+    assert [measured(v) for v in values] == [1, 0.5, *[None] * 5]
+    assert measured(np.float64(2.0)) == 2.0
+    assert [share(v) for v in (0, 0.5, 1, 1.5, -1, None, True, 10**400, float("nan"))] == [
         *(0, 0.5, 1),
         *[None] * 6,
     ]
@@ -314,18 +309,18 @@ def test_a_real_run(tmp_path):
     results = quick(max_train_samples=96, epochs=1, densities=(0.5,), validate_every=1).run(
         tmp_path / "real", progress=False
     )
-    found = gather(tmp_path / "real")
-    assert [e.number("test") for e in found.entries] == [row["test"] for row in results.rows]
-    assert [e.number("macs") for e in found.entries] == [row["macs"] for row in results.rows]
-    for entry, row in zip(found.entries, results.rows, strict=True):
+    found = load(tmp_path / "real")
+    assert [e.numbers["test"] for e in found.tasks] == [row["test"] for row in results.rows]
+    assert [e.numbers["macs"] for e in found.tasks] == [row["macs"] for row in results.rows]
+    for entry, row in zip(found.tasks, results.rows, strict=True):
         kept = {layer.name: layer.left for layer in entry.layers}
         assert sum(kept.values()) == round(row["channels"] * sum(layer.channels for layer in entry.layers))
-    last = found.entries[-1]
+    last = found.tasks[-1]
     assert last.scores is not None
     assert sum(map(sum, (c for pair in last.scores.streams.values() for c in pair))) > 0
     assert len(last.examples) > 0
     page = report(tmp_path / "real").read_text("utf-8")
-    assert 'id="wall"' in page
+    assert 'id="network"' in page
     assert 'id="examples-digits-50"' in page
 
 
@@ -360,7 +355,7 @@ def test_whatever_a_file_says_there_is_a_page_or_an_error_of_ours(mended, name, 
     (folder / name).write_text(json.dumps(value).replace('"1e400"', "1e400"))
     try:
         with contextlib.suppress(SpalierError):
-            found = gather(folder)
-            assert page(found, plates(found)).endswith("</html>")
+            found = load(folder)
+            assert page(found, all_figures(found)).endswith("</html>")
     finally:
         (folder / name).write_text(texts[name])

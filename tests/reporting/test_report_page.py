@@ -14,10 +14,8 @@ import pytest
 from reported import HOSTILE, write_run
 
 from spalier.errors import ConfigError
-from spalier.reporting.gather import gather
-from spalier.reporting.page import escaped_json, resource
-from spalier.reporting.words import totals
-from spalier.reporting.write import report
+from spalier.reporting.load import load
+from spalier.reporting.page import escaped_json, report, resource, totals
 
 
 class Parts(HTMLParser):
@@ -121,7 +119,7 @@ def test_a_run_without_a_block_has_a_page(tmp_path):
 
 
 def heads(path):
-    found = gather(path)
+    found = load(path)
     return dict(totals(found)), found
 
 
@@ -173,7 +171,7 @@ def test_what_is_not_known_is_said(tmp_path):
     assert resource("page.js").count("\n") < 400
 
 
-@pytest.mark.parametrize(("library", "words"), [("jinja2", "spalier[cli]"), ("PIL", "spalier[train]")])
+@pytest.mark.parametrize(("library", "words"), [("jinja2", "spalier[cli]"), ("PIL.Image", "spalier[train]")])
 def test_a_missing_library_is_named(library, words, hostile, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ConfigError) as error:

@@ -6,8 +6,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spalier.reporting.naming import clean, density, fitted, short
-from spalier.reporting.scales import linear, linear_ticks, log_ticks, logarithmic, spread_out
+from spalier.reporting.draw import density, fitted, linear, linear_ticks, log_ticks, logarithmic, spread_out
+from spalier.text import clean, short_number
 
 numbers = st.floats(-1e9, 1e9, allow_nan=False)
 positive = st.floats(1e-9, 1e15)
@@ -73,7 +73,7 @@ def test_texts_fit_and_can_be_seen(text, room):
 
 
 def test_numbers_are_short():
-    assert [short(v) for v in (0, 1, 12.345, 999, 1000, 25_557_032, 4.1e9)] == [
+    assert [short_number(v) for v in (0, 1, 12.345, 999, 1000, 25_557_032, 4.1e9)] == [
         "0",
         "1",
         "12.3",

@@ -1,110 +1,138 @@
-"""The page: every figure and its table in one file that loads nothing, under a policy that lets nothing else run."""
+"""The report: one HTML page that loads nothing, and its figures as files for papers."""
 
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
+import io
 import json
+import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from importlib.resources import files
+from importlib.resources import files as package_files
+from pathlib import Path
 from typing import Any
 
+from spalier import files
 from spalier.errors import ConfigError
-from spalier.reporting import accuracy as accuracies
-from spalier.reporting.figure import Cell, Figure, Line
-from spalier.reporting.model import MEASURES, Entry, Findings, Run
-from spalier.reporting.naming import clean, density, percent
-from spalier.reporting.plates import Plates
-from spalier.reporting.svg import draw
-from spalier.reporting.wall import steps
-from spalier.reporting.words import facts, lede, settings, start, title, totals
+from spalier.reporting.comparisons import accuracy_figures, bytes_figures, facets, mean, method_name, missing
+from spalier.reporting.draw import Cell, Figure, Line, density, to_svg
+from spalier.reporting.figures import learning_figure, network_figure, steps, task_figures
+from spalier.reporting.load import MEASURES, TASK_SETTINGS, ReportData, Run, TaskResult, load
+from spalier.runs.config import FREE
+from spalier.runs.folder import writing
+from spalier.tasks.container import SUFFIX
+from spalier.text import byte_size, clean, first_few, import_optional, percent, short_number
 
-NARROW, HALF, WALL, MIDDLE, FULL = 344, 544, 640, 700, 1120
-_FEW = 6
-MOST_ROWS = {"overview": 1000, "run": 1000, "task": 200, "files": 1000}
-"""How many rows of a table the page has, by where the figure is; the CSV file has all."""
+TASK_WIDTH, HALF_WIDTH, NETWORK_WIDTH, MIDDLE_WIDTH, FULL_WIDTH = 344, 544, 640, 700, 1120
+MOST_ROWS, MOST_TASK_ROWS = 1000, 200
+"""How many rows of a table the page has; there are many tables of tasks. The CSV file has all."""
+PNG_SCALE = 3
+NEARLY = 0.04
+"""How much less accurate than the best one the task may be that is shown first."""
+_FONT = "DejaVu Sans"
+
+
+def report(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    figures: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Write one page about a run, a sweep, a store or a folder of runs; where it is.
+
+    Args:
+        source: its folder.
+        out: the file to write, report.html in the folder by default; what was there before is replaced.
+        figures: a folder for every figure as SVG, PNG and CSV. PNG needs ``spalier[report]``.
+    """
+    data = load(source)
+    path = Path(source if out is None else out).expanduser()
+    if out is None or path.is_dir():
+        path = path / "report.html"
+    found = all_figures(data)
+    text = page(data, found)
+    with writing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write(path, text.encode("utf-8"))
+    if figures is not None:
+        export(found, Path(figures).expanduser())
+    return path
+
+
+def all_figures(data: ReportData) -> list[Figure]:
+    """Every figure that there are numbers for, in the order of the page."""
+    runs, taken = _shown_runs(data), set[str]()
+    found: list[Figure | None] = [*accuracy_figures(data)]
+    endings = ["" if len(runs) == 1 else f"-{_file_name(run.name, taken)}" for run in runs]
+    for run, ending in zip(runs, endings, strict=True):
+        found += [network_figure(run, f"network{ending}"), learning_figure(run, f"learning{ending}")]
+    for task in data.tasks:
+        found += task_figures(task, _file_name(task.name if len(runs) == 1 else task.key, taken))
+    return [figure for figure in (*found, *bytes_figures(data)) if figure is not None]
+
+
+def _shown_runs(data: ReportData) -> list[Run]:
+    return [run for run in data.runs if run.tasks or run.epochs]
+
+
+def _file_name(text: str, taken: set[str]) -> str:
+    """A name that is safe in files and addresses, and not taken yet."""
+    plain = re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.")[:80] or "x"
+    found, count = plain, 1
+    while found.lower() in taken:
+        count += 1
+        found = f"{plain}-{count}"
+    taken.add(found.lower())
+    return found
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
 
 
 @cache
 def resource(name: str) -> str:
-    """A file that lies beside this one."""
-    return (files("spalier.reporting") / "templates" / name).read_text("utf-8")
+    """A file of the templates."""
+    return (package_files("spalier.reporting") / "templates" / name).read_text("utf-8")
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """A figure as the page shows it."""
-
-    figure: Figure
-    css: str
-    svgs: Sequence[Any]
-    rows: Sequence[Sequence[str]]
-    numeric: frozenset[int]
-    cut: str
-
-
-def page(findings: Findings, plates: Plates) -> str:
+def page(data: ReportData, figures: Sequence[Figure]) -> str:
     """The report as HTML."""
     from spalier import __version__
 
-    jinja2 = _jinja2()
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_final)
-    css, js = _minified(resource("figure.css") + resource("page.css")), resource("page.js")
-    trio = _is_trio(plates.overview)
-    return str(
-        environment.from_string(resource("page.html")).render(
-            policy=policy(css, js),
-            css=_safe(css),
-            js=_safe(js),
-            data=_safe(_data(findings)),
-            version=__version__,
-            findings=findings,
-            title=title(findings),
-            lede=lede(findings),
-            totals=totals(findings),
-            settings=settings(findings),
-            overview=[_drawn(f, trio) for f in plates.overview],
-            trio=trio,
-            missing=accuracies.missing(findings),
-            repeats=list(findings.repeats.items()),
-            runs=[
-                _run(findings, run, plates, i)
-                for i, run in enumerate(findings.runs)
-                if run.entries or run.epochs
-            ],
-            files=[_drawn(f) for f in plates.files],
-            failed=list(findings.failed.items()),
-        )
+    jinja2 = import_optional("jinja2", "a report")
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: clean(value) if type(value) is str else value,  # escaping comes after
     )
+    css, js = (resource("figure.css") + resource("page.css")).replace("\n", ""), resource("page.js")
+    overview = [figure for figure in figures if figure.place == "overview"]
+    labels = [m for f in overview for p in f.panels for m in p.marks if isinstance(m, Line) and m.label]
+    trio = len(overview) == 3 and not any(f.wide for f in overview) and len(labels) <= 18
+    text: str = environment.from_string(resource("page.html")).render(
+        policy=_policy(css, js),
+        css=css,
+        js=js,
+        script_data=escaped_json(_script_data(data)),
+        version=__version__,
+        data=data,
+        title=_title(data),
+        lede=_lede(data),
+        totals=totals(data),
+        settings=_settings(data),
+        overview=[_drawn(figure, small=trio) for figure in overview],
+        trio=trio,
+        missing=missing(data),
+        runs=[_run(run, figures) for run in _shown_runs(data)],
+        files=[_drawn(figure) for figure in figures if figure.place == "files"],
+    )
+    return text
 
 
-def _jinja2() -> Any:
-    try:
-        import jinja2
-    except ImportError:
-        raise ConfigError("a report needs Jinja2, which is not installed: pip install spalier[cli]") from None
-    return jinja2
-
-
-def _safe(text: str) -> Any:
-    from markupsafe import Markup
-
-    return Markup(text)
-
-
-def _final(value: Any) -> Any:
-    """Text of strangers, made visible; escaping comes after."""
-    return clean(value) if type(value) is str else value
-
-
-def _minified(css: str) -> str:
-    return re.sub(r"\n+", "", css)
-
-
-def policy(css: str, js: str) -> str:
+def _policy(css: str, js: str) -> str:
     """What the browser may load and run: this style, this script, images in the page, nothing else."""
     style, script = (
         "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (css, js)
@@ -116,93 +144,239 @@ def policy(css: str, js: str) -> str:
 
 
 def escaped_json(value: Any) -> str:
-    """JSON that nothing in it can break out of a script element with."""
+    """JSON that cannot end the script element it lies in."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _data(findings: Findings) -> str:
+def _script_data(data: ReportData) -> dict[str, Any]:
     """What the script needs: the tasks in order, and how many channels are left of each layer."""
-    tasks, walls, names = [], [], []
-    shown = [run for run in findings.runs if run.entries or run.epochs]
-    for place, run in enumerate(shown):
+    tasks, networks = [], []
+    for place, run in enumerate(_shown_runs(data)):
         found = steps(run)
-        names.append(clean(run.name))
-        for entry in run.entries:
+        for task in run.tasks:
+            accuracy = task.numbers.get(data.measure)
+            words = "" if accuracy is None else f", {MEASURES[data.measure]} {percent(accuracy)}"
             tasks.append(
                 {
-                    "key": clean(entry.key),
+                    "key": clean(task.key),
                     "run": place,
-                    "step": found.index(entry) if entry in found else None,
-                    "density": density(entry.target),
-                    "said": _said(findings, entry),
+                    "step": found.index(task) if task in found else None,
+                    "density": density(task.target),
+                    "said": density(task.target) + words,
                 }
             )
         layers = found[0].layers if found else ()
-        walls.append(
-            [[clean(x.name), x.channels, [e.layers[i].left for e in found]] for i, x in enumerate(layers)]
+        networks.append(
+            [
+                [clean(x.name), x.channels, [task.layers[i].left for task in found]]
+                for i, x in enumerate(layers)
+            ]
         )
-    return escaped_json({"tasks": tasks, "walls": walls, "runs": names, "start": start(findings)})
+    names = [clean(run.name) for run in _shown_runs(data)]
+    return {"tasks": tasks, "networks": networks, "runs": names, "start": _first_shown(data)}
 
 
-def _said(findings: Findings, entry: Entry) -> str:
-    seen = entry.number(findings.measure)
-    return density(entry.target) + ("" if seen is None else f", {MEASURES[findings.measure]} {percent(seen)}")
+def _first_shown(data: ReportData) -> int:
+    """Of the first series, the smallest task that is nearly as accurate as the best."""
+    first = [point[0] for facet in facets(data)[:1] for point in facet.series[0].points]
+    known = [task for task in first if data.measure in task.numbers]
+    best = max((task.numbers[data.measure] for task in known), default=0.0)
+    near = [task for task in known if task.numbers[data.measure] >= best - NEARLY]
+    return data.tasks.index(near[-1]) if near else 0
 
 
-def _run(findings: Findings, run: Run, plates: Plates, place: int) -> dict[str, Any]:
-    wall, curves = plates.walls[place], plates.curves[place]
+def _run(run: Run, figures: Sequence[Figure]) -> dict[str, Any]:
+    own = [figure for figure in figures if (figure.place, figure.of) == ("run", run.name)]
+    tasks = [
+        {
+            "key": clean(task.key),
+            "name": task.name,
+            "facts": _facts(task),
+            "figures": [_drawn(f) for f in figures if (f.place, f.of) == ("task", task.key)],
+        }
+        for task in run.tasks
+    ]
     return {
         "name": run.name,
-        "note": "" if run.state == "done" else f"({run.state})",
-        "wall": _drawn(wall) if wall else None,
-        "learning": _drawn(curves) if curves else None,
-        "tasks": [
-            {
-                "key": clean(entry.key),
-                "name": entry.name,
-                "facts": facts(entry),
-                "figures": [_drawn(f) for f in plates.details[entry.key]],
-            }
-            for entry in run.entries
-        ],
+        "note": "" if run.done else "(not finished)",
+        "network": [_drawn(figure) for figure in own if _is_network(figure)],
+        "learning": [_drawn(figure) for figure in own if not _is_network(figure)],
+        "tasks": tasks,
     }
 
 
-def _is_trio(overview: Sequence[Figure]) -> bool:
-    """Whether figures are small enough to stand three in a row."""
-    labels = [m for f in overview for p in f.panels for m in p.marks if isinstance(m, Line) and m.label]
-    return len(overview) == 3 and not any(f.wide for f in overview) and len(labels) <= 3 * _FEW
-
-
-def _drawn(figure: Figure, small: bool = False) -> Drawn:
-    """A figure in the sizes that the page needs."""
-    is_wall, most = figure.name.startswith("wall"), MOST_ROWS[figure.place]
+def _drawn(figure: Figure, small: bool = False) -> dict[str, Any]:
+    """A figure in the sizes that the page needs, and its table."""
     if figure.place == "task" or small:
-        svgs = [draw(figure, NARROW, suffix="-t")]
+        widths = {"-t": TASK_WIDTH}
     else:
-        wide = FULL if figure.wide else WALL if is_wall else HALF
-        svgs = [draw(figure, wide, suffix="-w"), draw(figure, NARROW, suffix="-n")]
-        svgs += [draw(figure, MIDDLE, suffix="-m")] if figure.wide else []
-    rows = [[_cell(c) for c in row] for row in figure.rows[:most]]
-    numeric = frozenset(
-        i
-        for i in range(len(figure.columns))
-        if figure.rows and all(row[i] is None or isinstance(row[i], int | float) for row in figure.rows)
-    )
-    css = "wide" if figure.wide else "wall" if is_wall else "plate"
-    more = len(figure.rows) - most
-    cut = (
-        f"The first {most:,} of {len(figure.rows):,} rows; the CSV file of the figure has all."
-        if more > 0
-        else ""
-    )
-    return Drawn(figure, css, [_safe(svg) for svg in svgs], rows, numeric, cut)
+        widths = {"-w": _width(figure), "-n": TASK_WIDTH} | ({"-m": MIDDLE_WIDTH} if figure.wide else {})
+    most = MOST_TASK_ROWS if figure.place == "task" else MOST_ROWS
+    cut = f"The first {most:,} of {len(figure.rows):,} rows; the CSV file of the figure has all."
+    columns = list(zip(*figure.rows, strict=True))
+    return {
+        "figure": figure,
+        "css": "wide" if figure.wide else "network" if _is_network(figure) else "plate",
+        "svgs": [to_svg(figure, width, suffix=suffix) for suffix, width in widths.items()],
+        "rows": [[_cell(cell) for cell in row] for row in figure.rows[:most]],
+        "numeric": [i for i, column in enumerate(columns) if not any(isinstance(c, str) for c in column)],
+        "cut": cut if len(figure.rows) > most else "",
+    }
+
+
+def _is_network(figure: Figure) -> bool:
+    return figure.name.startswith("network")
+
+
+def _width(figure: Figure) -> int:
+    return FULL_WIDTH if figure.wide else NETWORK_WIDTH if _is_network(figure) else HALF_WIDTH
 
 
 def _cell(cell: Cell) -> str:
-    if cell is None:
-        return "–"
-    if isinstance(cell, str):
-        return cell
+    if cell is None or isinstance(cell, str):
+        return "–" if cell is None else cell
     return f"{cell:,}" if isinstance(cell, int) else f"{cell:.6g}"
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def _title(data: ReportData) -> str:
+    names = list(dict.fromkeys(str(task.settings["name"]) for task in data.tasks))
+    if data.kind == "store" or not 0 < len(names) <= 3:
+        return data.name
+    network = data.settings.get("network")
+    return ", ".join(names) + (f" on {network}" if network else "")
+
+
+def _lede(data: ReportData) -> str:
+    """The whole in a sentence."""
+    methods = list(dict.fromkeys(method_name(task) for task in data.tasks))
+    going, targets = sum(not run.done for run in data.runs), sorted(task.target for task in data.tasks)
+    words = f"{_count(len(data.tasks), 'task')} by {first_few(methods)}" if methods else "No task is done yet"
+    words += "" if data.kind == "store" else f", from {_count(len(data.runs), 'run')}"
+    if going:
+        words += f"; {'it is' if len(data.runs) == 1 else f'{going} are'} not finished"
+    if targets and targets[-1] > targets[0]:
+        words += f", from {density(targets[-1])} down to {density(targets[0])}"
+    return words + "."
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def totals(data: ReportData) -> list[tuple[str, str]]:
+    """The numbers at the top of the page."""
+    found = [*_ends(data)]
+    sizes = [task.numbers["bytes"] for task in data.tasks if "bytes" in task.numbers]
+    bases = [task.numbers["base"] for task in data.tasks if "base" in task.numbers]
+    if sizes:
+        found.append((f"in {_count(len(sizes), 'task file')}", byte_size(sum(sizes))))
+    if bases:
+        found.append(("the base, in float32", byte_size(max(bases))))
+    return found
+
+
+def _ends(data: ReportData) -> Iterator[tuple[str, str]]:
+    """Accuracy at the highest and the lowest density of the first method; nothing where tasks do not compare."""
+    found = [] if any(name in data.varied for name in TASK_SETTINGS) else facets(data)[:1]
+    points = [point for facet in found for point in facet.series[0].points]
+    known = [(point, seen) for point in points if (seen := mean(point, data.measure)) is not None]
+    for point, seen in known[:1] + known[1:][-1:]:
+        at = f"{density(point[0].target)}, {method_name(point[0])}"
+        spread = "" if seen.deviation is None else f"\u00a0±\u00a0{100 * seen.deviation:.1f}"
+        seeds = f", mean of {seen.count} seeds" if seen.count > 1 else ""
+        yield f"{MEASURES[data.measure]} at {at}{seeds}", f"{percent(seen.value)}{spread}"
+    if len(known) > 1 and (macs := mean(known[-1][0], "macs")) is not None:
+        yield f"of the MACs at {density(known[-1][0][0].target)}", percent(macs.value)
+
+
+def _settings(data: ReportData) -> list[tuple[str, str]]:
+    """The settings that all runs share, those of the machine aside."""
+    return [
+        (name, value if isinstance(value, str) else json.dumps(value, default=str))
+        for name, value in data.settings.items()
+        if value is not None and name not in FREE
+    ]
+
+
+def _facts(task: TaskResult) -> dict[str, str]:
+    """All that is known of a task."""
+    known = task.numbers
+    found = {"density asked for": density(task.target)}
+    found |= {words: percent(known[name], 2) for name, words in MEASURES.items() if name in known}
+    for word in ("channels", "weights", "MACs"):
+        if (share := known.get(word.lower())) is not None:
+            left, of = (short_number(known.get(f"{word.lower()}_{which}")) for which in ("left", "of"))
+            found[word] = f"{percent(share)} ({left} of {of})"
+    forms = {
+        "learned": ("learned", "{:,.0f} parameters"),
+        "latency_ms": ("latency", "{:.3g} ms for one sample"),
+        "bytes": ("file", f"{{:,.0f}} bytes, {task.name}{SUFFIX}"),
+        "network": ("network of its own", "{:,.0f} bytes in float32"),
+    }
+    found |= {word: form.format(known[name]) for name, (word, form) in forms.items() if name in known}
+    if (seed := task.settings.get("seed")) is not None:
+        found["seed"] = str(seed)
+    return found | dict(task.facts)
+
+
+# -- files for papers -------------------------------------------------------------------------------------------------
+
+
+def export(figures: Sequence[Figure], folder: Path) -> None:
+    """Every figure as NAME.csv and NAME.svg, and, once these are there, as NAME.png."""
+    drawings = {figure.name: standalone(figure) for figure in figures}
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for figure in figures:
+            files.write(folder / f"{figure.name}.csv", to_csv(figure).encode("utf-8", "replace"))
+            files.write(folder / f"{figure.name}.svg", drawings[figure.name].encode("utf-8"))
+        render = _png_renderer()
+        for name, drawing in drawings.items():
+            files.write(folder / f"{name}.png", render(drawing))
+
+
+def standalone(figure: Figure) -> str:
+    """The figure as an SVG file of its own, in the colours of the page's light side."""
+    colours = dict(re.findall(r"(--\w+):(#\w+)", resource("page.css").partition("@media")[0]))
+    colours["--paper"] = "#ffffff"
+    # not every program that reads SVG knows variables
+    style = re.sub(r"var\((--\w+)\)", lambda found: colours[found[1]], resource("figure.css"))
+    return to_svg(figure, TASK_WIDTH if figure.place == "task" else _width(figure), style=style)
+
+
+def to_csv(figure: Figure) -> str:
+    """The table of a figure, for a spreadsheet."""
+    out = io.StringIO()
+    rows = [[_csv_cell(cell) for cell in row] for row in (figure.columns, *figure.rows)]
+    csv.writer(out, lineterminator="\n").writerows(rows)
+    return out.getvalue()
+
+
+def _csv_cell(cell: Cell) -> str | int | float:
+    """A cell that no spreadsheet takes for a formula: names may be anybody's text."""
+    if not isinstance(cell, str):
+        return "" if cell is None else cell
+    risky = cell.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return ("'" if risky else "") + cell.replace("\r", "\ufffd")  # a carriage return would begin a row
+
+
+def _png_renderer() -> Callable[[str], bytes]:
+    """What makes a PNG of an SVG; an error where that, or every font, is missing."""
+    resvg = import_optional("resvg_py", "PNG figures (the SVG and CSV files are written)")
+
+    def render(drawing: str) -> bytes:
+        fonts = {"font_family": _FONT, "sans_serif_family": _FONT}
+        return bytes(resvg.svg_to_bytes(svg_string=drawing, zoom=PNG_SCALE, **fonts))
+
+    empty = '<svg xmlns="http://www.w3.org/2000/svg" width="40" height="20">{}</svg>'
+    word = '<text x="2" y="15" font-family="sans-serif">word</text>'
+    if render(empty.format(word)) == render(empty.format("")):
+        raise ConfigError(
+            "there is no font for the words of PNG figures; the SVG and CSV files are written: install one, such as "
+            "DejaVu Sans (apt-get install fonts-dejavu-core)"
+        )
+    return render

@@ -88,8 +88,8 @@
     const run = all(".run")[task.run];
     if (task.step === null) return;
     for (const leaf of all("[data-cut]", run)) leaf.classList.toggle("gone", Number(leaf.dataset.cut) <= task.step);
-    const counts = data.walls[task.run];
-    for (const svg of all("figure.wall svg", run)) {
+    const counts = data.networks[task.run];
+    for (const svg of all("figure.network svg", run)) {
       svg.classList.add("stepping");
       for (const node of all("text.heading", svg)) node.textContent = `density ${task.density}`;
       all("text.count", svg).forEach((node, layer) => {

@@ -1,0 +1,306 @@
+"""The figures of a run and of a task: which channels are kept, how it learned, what it recognises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from spalier.reporting import draw
+from spalier.reporting.load import Example, Run, ScoreCounts, TaskResult
+from spalier.text import clean, percent, short_number
+
+MOST_CLASSES = 40
+"""How many classes are shown one by one."""
+MOST_CELLS = 60
+"""Up to how many classes there is a matrix; beyond that, the pairs that are confused most."""
+MOST_COUNTS = 20
+"""Up to how many classes the cells of the matrix hold numbers."""
+MOST_PAIRS = 25
+MOST_STREAMS = 11
+_ACROSS = 4  # images in a row
+_HEAD, _ROW = 0.3, 1.42  # what a heading and a row of images take, in widths of an image
+
+
+def rows_axis(names: Sequence[str]) -> draw.Axis:
+    """A y axis with a row for each name, the first one at the foot."""
+    ticks = tuple((float(i), name) for i, name in enumerate(names))
+    return draw.Axis("", -0.7, max(len(names), 1) - 0.3, ticks)
+
+
+def bars(label: str, rows: Sequence[tuple[str, float, str, str]], css: str, text: draw.Format) -> draw.Panel:
+    """Horizontal bars from the top down: name, length, tooltip and task of each."""
+    top = len(rows) - 1
+    marks = [draw.Box(0, top - i - 0.35, r[1], top - i + 0.35, css, r[2], r[3]) for i, r in enumerate(rows)]
+    x = draw.linear(label, [0, *(row[1] for row in rows)], text=text)
+    y = rows_axis([clean(row[0]) for row in reversed(rows)])
+    return draw.Panel(x, y, marks, height=max(16 * len(rows), 40))
+
+
+# -- a run ------------------------------------------------------------------------------------------------------------
+
+
+def steps(run: Run) -> list[TaskResult]:
+    """The tasks of a run whose layers are those of the first one."""
+    shapes = [[(layer.name, layer.channels) for layer in task.layers] for task in run.tasks]
+    return [task for task, shape in zip(run.tasks, shapes, strict=True) if shape and shape == shapes[0]]
+
+
+def network_figure(run: Run, name: str) -> draw.Figure | None:
+    """The network as an espalier: a branch for each layer, a leaf for each channel, pruned step by step."""
+    found = steps(run)
+    if not found:
+        return None
+    last, layers = found[-1], found[-1].layers
+    widest, count = max(layer.channels for layer in layers), len(layers)
+    marks: list[draw.Mark] = [draw.Line([(0, -0.7), (0, count - 0.5)], "trunk")]
+    for i, layer in enumerate(layers):
+        left = f"{layer.left} / {layer.channels}"
+        tip = (
+            f"{layer.name}\n{layer.left} of {layer.channels} channels at density {draw.density(last.target)}"
+        )
+        reach = math.sqrt(layer.channels / widest)
+        marks.append(draw.Branch(i, removed_at(found, i), len(found), layer.name, left, tip, reach))
+    panel = draw.Panel(
+        draw.Axis("input at the foot, head at the top", -1, 1),
+        draw.Axis("", -0.7, count - 0.4, tuple((float(i), x.name) for i, x in enumerate(layers)), grid=True),
+        marks,
+        f"density {draw.density(last.target)}",
+        height=min(max(440 / count, 13.0), 34.0) * (count + 0.3),
+        font_size=10,
+        layers=True,
+    )
+    caption = (
+        "Each branch is a layer, each leaf an output channel; where there is no room for leaves, a stroke stands for "
+        "a few. Pale ones are removed, the palest first. Branches are as long as the square root of a layer's width. "
+        "Numbers are channels that are left."
+    )
+    columns = ["layer", "channels", *(f"left at {draw.density(task.target)}" for task in found)]
+    rows: draw.Rows = [[x.name, x.channels, *(t.layers[i].left for t in found)] for i, x in enumerate(layers)]
+    return draw.Figure(name, "The network", caption, [panel], columns, rows, "run", run.name)
+
+
+def removed_at(found: Sequence[TaskResult], layer: int) -> list[int]:
+    """For each channel of a layer, the step from which on it is gone; the number of steps where it stays."""
+    kept = np.stack([task.layers[layer].kept for task in found])  # (steps, channels)
+    last = len(found) - np.argmax(kept[::-1], axis=0)
+    removed: list[int] = np.where(kept.any(axis=0), last, 0).tolist()
+    return removed
+
+
+def learning_figure(run: Run, name: str) -> draw.Figure | None:
+    """Loss and validation accuracy over the steps of a run, with a rule at each prune."""
+    loss = [(e.step, e.loss, e.block) for e in run.epochs if e.loss is not None]
+    seen = [(e.step, e.validation, e.block) for e in run.epochs if e.validation is not None]
+    if not loss:
+        return None
+    ends = {
+        block: max(e.step for e in run.epochs if e.block == block) for block in {e.block for e in run.epochs}
+    }
+    rules = [
+        draw.Rule(end, draw.density(run.targets[block + 1]) if block + 1 in run.targets else "")
+        for block, end in sorted(ends.items())
+        if block + 1 in ends or block + 1 in run.targets
+    ]
+    x = draw.linear("steps", [0, *(e.step for e in run.epochs)])
+    y = draw.linear("training loss", [0, *(value for _, value, _ in loss)])
+    panels = [_curve(x, y, loss, rules, "s0")]
+    caption = "Rules are prunes, with the density that they led to; each block learns with what is left."
+    if seen:
+        values = [value for _, value, _ in seen]
+        y = draw.linear("validation accuracy", values, most=1, text=lambda v: f"{100 * v:.4g}%")
+        panels.append(_curve(x, y, seen, rules, "s1"))
+    else:
+        caption += " Validation accuracy was measured only at the ends of blocks."
+    columns = ["block", "step", "loss", "validation"]
+    rows = [[e.block, e.step, e.loss, e.validation] for e in run.epochs]
+    return draw.Figure(name, "Learning", caption, panels, columns, rows, "run", run.name)
+
+
+def _curve(
+    x: draw.Axis, y: draw.Axis, points: Sequence[tuple[int, float, int]], rules: Sequence[draw.Mark], css: str
+) -> draw.Panel:
+    form = "{:.4f}" if css == "s0" else "{:.2%}"
+    blocks = sorted({block for _, _, block in points})
+    lines = [draw.Line([(step, value) for step, value, b in points if b == block], css) for block in blocks]
+    dots = [
+        draw.Dot(step, value, css, f"step {step}, block {block}\n{y.label} {form.format(value)}", small=True)
+        for step, value, block in points
+    ]
+    return draw.Panel(x, y, [*rules, *lines, *dots], height=200)
+
+
+# -- a task -----------------------------------------------------------------------------------------------------------
+
+
+def task_figures(task: TaskResult, name: str) -> Iterator[draw.Figure]:
+    """All figures of a task that its files have something for."""
+    part = next((p for p in ("test", "validation") if task.confusion.get(p)), None)
+    if part is not None:
+        yield _classes_figure(task, task.confusion[part], part, name)
+    if task.scores is not None and task.scores.streams:
+        yield _scores_figure(task, task.scores, name)
+    if part is not None:
+        yield _confusion_figure(task, task.confusion[part], part, name)
+    if task.examples:
+        yield _examples_figure(task, name)
+
+
+def _classes_figure(task: TaskResult, counts: Sequence[Sequence[int]], part: str, name: str) -> draw.Figure:
+    """How often each class is classified correctly."""
+    rows = [(i, sum(row), row[i] / sum(row)) for i, row in enumerate(counts) if sum(row)]
+    rows.sort(key=lambda row: (row[2], -row[0]))
+    shown = rows[:MOST_CLASSES]
+    marks: list[draw.Mark] = []
+    for place, (i, total, share) in enumerate(shown):
+        tip = f"{task.classes[i]}\n{percent(share)} of {total} classified correctly"
+        marks += [draw.Line([(0, place), (share, place)], "stem"), draw.Dot(share, place, "s0", tip)]
+    x = draw.Axis(
+        "classified correctly", 0, 1, tuple((t, f"{100 * t:.0f}%") for t in draw.linear_ticks(0, 1, 4))
+    )
+    y = rows_axis([draw.fitted(task.classes[i], 110) for i, _, _ in shown])
+    caption = f"Shares of the {part} samples of each class."
+    if len(rows) > len(shown):
+        caption += f" The {len(shown)} worst of {len(rows)} classes; the table has more."
+    cells: draw.Rows = [[task.classes[i], total, share] for i, total, share in rows]
+    cells += [[task.classes[i], 0, None] for i, row in enumerate(counts) if not sum(row)]
+    columns = ["class", "samples", "classified correctly"]
+    panel = draw.Panel(x, y, marks, height=max(16 * len(shown), 40))
+    return draw.Figure(f"classes-{name}", "Classes", caption, [panel], columns, cells, "task", task.key)
+
+
+def _confusion_figure(task: TaskResult, counts: Sequence[Sequence[int]], part: str, name: str) -> draw.Figure:
+    """Which classes are predicted as which: a matrix, or the worst pairs where classes are many."""
+    classes = task.classes
+    wrong = [(row[j], i, j) for i, row in enumerate(counts) for j in range(len(row)) if i != j and row[j]]
+    wrong.sort(key=lambda w: (-w[0], w[1], w[2]))
+    columns = ["class", "predicted as", "samples", "share of the class"]
+    rows: draw.Rows = [[classes[i], classes[j], count, count / sum(counts[i])] for count, i, j in wrong]
+    if len(counts) <= MOST_CELLS:
+        panel = _matrix(task, counts)
+        caption = (
+            f"{part.capitalize()} samples by what they are (rows) and what they are predicted as (columns); darker is "
+            "a larger share of the row."
+        )
+    else:
+        pairs = []
+        for count, i, j in wrong[:MOST_PAIRS]:
+            tip = f"{classes[i]} predicted as {classes[j]}\n{count} of {sum(counts[i])}"
+            name_of_pair = f"{draw.fitted(classes[i], 52)} → {draw.fitted(classes[j], 52)}"
+            pairs.append((name_of_pair, float(count), tip, ""))
+        panel = bars("samples", pairs, "wrong", short_number)
+        caption = f"The pairs of {len(counts)} classes that are confused most, of {part} samples; the table has more."
+    key = ("right", "wrong") if len(counts) <= MOST_CELLS else ()
+    names = (f"confusion-{name}", "Confusion", caption)
+    return draw.Figure(*names, [panel], columns, rows, "task", task.key, key=key)
+
+
+def _matrix(task: TaskResult, counts: Sequence[Sequence[int]]) -> draw.Panel:
+    size = len(counts)
+    marks = [draw.Box(0, 0, size, size, "frame")]
+    for i, row in enumerate(counts):
+        for j, count in enumerate(row):
+            if count:
+                share, y = count / sum(row), size - 1 - i
+                tip = f"{task.classes[i]} predicted as {task.classes[j]}\n{count} of {sum(row)} ({percent(share)})"
+                css, text = "right" if i == j else "wrong", str(count) if size <= MOST_COUNTS else ""
+                opacity = 0.12 + 0.8 * math.sqrt(share)
+                marks.append(draw.Box(j, y, j + 1, y + 1, css, tip, opacity=opacity, text=text))
+    every = math.ceil(size / 20)  # so many names at most
+    names = [(i, draw.fitted(name, 90)) for i, name in enumerate(task.classes) if i % every == 0]
+    return draw.Panel(
+        draw.Axis("predicted as", 0, size, tuple((i + 0.5, name) for i, name in names)),
+        draw.Axis("", 0, size, tuple((size - i - 0.5, name) for i, name in names)),
+        marks,
+        height=0,
+        upright=max(draw.text_width(name) for _, name in names) > 230 * every / size - 4,
+        font_size=11 if size <= 14 else 9,
+    )
+
+
+def _scores_figure(task: TaskResult, scores: ScoreCounts, name: str) -> draw.Figure:
+    """How the units that the prune before this task kept and removed were scored."""
+    streams = sorted(scores.streams.items(), key=lambda s: -sum(map(sum, s[1])))
+    panels = [_histogram(stream, scores.edges, *counts) for stream, counts in streams[:MOST_STREAMS]]
+    if len(streams) != 1:
+        kept, removed = (np.sum([counts[i] for _, counts in streams], axis=0).tolist() for i in (0, 1))
+        panels.insert(0, _histogram("all streams", scores.edges, kept, removed, large=True))
+    measured = f"{scores.criterion}, {scores.samples} samples"
+    caption = f"Units by normalised score ({measured}), before the prune to this task."
+    if len(streams) > MOST_STREAMS:
+        caption += f" The {MOST_STREAMS} largest of {len(streams)} streams; the table has more."
+    bounds = [None, *scores.edges, None]
+    rows: draw.Rows = [
+        [stream, bounds[i], bounds[i + 1], kept[i], removed[i]]
+        for stream, (kept, removed) in scores.streams.items()
+        for i in range(len(kept))
+        if kept[i] or removed[i]
+    ]
+    columns, key = ["stream", "score from", "score to", "kept", "removed"], ("kept", "removed")
+    names = (f"scores-{name}", "Scores", caption)
+    return draw.Figure(*names, panels, columns, rows, "task", task.key, panel_width=150, key=key)
+
+
+def _histogram(
+    title: str, edges: Sequence[float], kept: Sequence[int], removed: Sequence[int], large: bool = False
+) -> draw.Panel:
+    factor = edges[-1] / edges[-2]
+    bounds = [edges[0] / factor, *edges, edges[-1] * factor]
+    marks: list[draw.Mark] = []
+    for i, (stay, go) in enumerate(zip(kept, removed, strict=True)):
+        low, high = bounds[i], bounds[i + 1]
+        span = "below" if i == 0 else "above" if i == len(edges) else f"{low:.3g} to {high:.3g}"
+        tip = f"score {span}\n{stay} kept, {go} removed"
+        marks += [draw.Box(low, 0, high, go, "removed", tip)] if go else []
+        marks += [draw.Box(low, go, high, go + stay, "kept", tip)] if stay else []
+    most = max(1, *(stay + go for stay, go in zip(kept, removed, strict=True)))
+    across = tuple((t, f"{t:.3g}") for t in draw.log_ticks(bounds[0], bounds[-1], 4))
+    up = tuple((t, f"{t:.0f}") for t in draw.linear_ticks(0, most, 3) if t == int(t))
+    x = draw.Axis("normalised score" if large else "", bounds[0], bounds[-1], across, log=True)
+    y = draw.Axis("", 0, most * 1.05, up, grid=True)
+    return draw.Panel(x, y, marks, title, height=140 if large else 64, span=large)
+
+
+def _examples_figure(task: TaskResult, name: str) -> draw.Figure:
+    """Images with what they are, what they were predicted as, and with what confidence."""
+    groups = {
+        "classified wrongly": [e for e in task.examples if e.label != e.guess],
+        "classified correctly": [e for e in task.examples if e.label == e.guess],
+    }
+    marks: list[draw.Mark] = []
+    y = 0.0
+    for words, group in groups.items():
+        if group:
+            marks.append(draw.Text(0, y - 0.18, f"{words}, most confident first", "name"))
+            y -= _HEAD
+        for place, example in enumerate(group):
+            down, x = divmod(place, _ACROSS)
+            marks += _image(task, example, x, y - _ROW * (down + 1))
+        y -= _ROW * math.ceil(len(group) / _ACROSS)
+    panel = draw.Panel(draw.Axis("", 0, _ACROSS), draw.Axis("", y, 0), marks, height=-y * 336 / _ACROSS)
+    caption = (
+        "Test images that the network is most confident of, with its confidence; each is stretched over the whole "
+        "range of brightness."
+    )
+    columns, rows = ["image", "class", "predicted as", "confidence"], draw.Rows()
+    for number, each in enumerate(task.examples, 1):
+        rows.append([number, task.classes[each.label], task.classes[each.guess], each.confidence])
+    return draw.Figure(
+        f"examples-{name}", "Right and wrong", caption, [panel], columns, rows, "task", task.key
+    )
+
+
+def _image(task: TaskResult, example: Example, x: float, y: float) -> list[draw.Mark]:
+    label, guess = task.classes[example.label], task.classes[example.guess]
+    if example.label == example.guess:
+        css, words, tip = "right", draw.fitted(label, 76, 10), label
+    else:
+        css, words = "wrong", f"{draw.fitted(label, 31, 10)} → {draw.fitted(guess, 31, 10)}"
+        tip = f"{label} predicted as {guess}"
+    tip += f"\nconfidence {percent(example.confidence)}"
+    return [
+        draw.Box(x, y + 0.43, x + 0.92, y + 1.35, css, tip, png=example.png),
+        draw.Text(x, y + 0.26, words, "small"),
+        draw.Text(x, y + 0.1, percent(example.confidence, 0), "small quiet"),
+    ]
