@@ -25,9 +25,8 @@ import torch
 from torch import Tensor, nn
 
 import spalier as sp
-from spalier.data.loader import Loader
-from spalier.data.part import Pixels
-from spalier.data.samples import small
+from spalier.data import Loader
+from spalier.data.images import ArraySplit, Preprocessing
 from spalier.text import table
 
 RANK, SAMPLES = 8, 50_000
@@ -35,12 +34,12 @@ BATCHES, THREADS = (64, 128, 256), (1, 2)
 RESULTS = Path(__file__).parent / "results" / "loading.json"
 
 
-def images() -> Pixels:
+def images() -> ArraySplit:
     generator = np.random.default_rng(0)
     pixels = generator.integers(0, 256, (SAMPLES, 32, 32, 3), np.uint8)
     labels = generator.integers(0, 10, SAMPLES)
-    recipe = small(32, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
-    return Pixels(pixels, np.arange(SAMPLES), labels, recipe)
+    preprocessing = Preprocessing.small(32, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    return ArraySplit(pixels, np.arange(SAMPLES), labels, preprocessing)
 
 
 class Trainer:
@@ -67,9 +66,9 @@ def endless(loader: Loader) -> Iterator[tuple[Tensor, Tensor]]:
         epoch += 1
 
 
-def measure(part: Pixels, batch: int, threads: int, rounds: int) -> dict[str, Any]:
+def measure(split: ArraySplit, batch: int, threads: int, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
-    trainer, batches = Trainer(), endless(Loader(part, batch_size=batch))
+    trainer, batches = Trainer(), endless(Loader(split, batch_size=batch))
     trainer.step(next(batches))  # the first step allocates
     loading, stepping = [], []
     for _ in range(rounds):
@@ -89,9 +88,9 @@ def measure(part: Pixels, batch: int, threads: int, rounds: int) -> dict[str, An
     }
 
 
-def epoch_start(part: Pixels, rounds: int) -> list[float]:
+def epoch_start(split: ArraySplit, rounds: int) -> list[float]:
     """Milliseconds for the order and the crops of all samples, once an epoch."""
-    found, loader = [], Loader(part)
+    found, loader = [], Loader(split)
     for epoch in range(rounds):
         start = time.perf_counter()
         next(loader.epoch(epoch))
@@ -138,12 +137,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="interleaved batches and steps")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    part, rows = images(), []
+    split, rows = images(), []
     for threads in THREADS:
         for batch in BATCHES:
-            rows.append(measure(part, batch, threads, options.rounds))
+            rows.append(measure(split, batch, threads, options.rounds))
             print(show({"rows": rows[-1:]}), flush=True)
-    start = epoch_start(part, options.rounds)
+    start = epoch_start(split, options.rounds)
     report = {
         "rank": RANK,
         "rounds": options.rounds,

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,6 +33,7 @@ from spalier.criteria import CRITERIA, Random
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "paper"))
 from networks import resnet20
+from paper_data import grid
 
 RESULTS = Path(__file__).parent / "results" / "recovery.json"
 TRAIN, TEST, CALIBRATION, BATCH = 5000, 2000, 500, 100
@@ -42,14 +42,10 @@ Images = tuple[Tensor, Tensor]
 
 
 def images(folder: Path, name: str, count: int) -> Images:
-    from PIL import Image
-
-    grid = np.asarray(Image.open(folder / f"{name}.webp").convert("RGB"))
-    pixels = grid.reshape(100, 32, 100, 32, 3).transpose(0, 2, 1, 3, 4).reshape(10000, 32, 32, 3)[:count]
+    pixels, labels = grid(folder, name)
     mean, deviation = torch.tensor([0.507, 0.487, 0.441]), torch.tensor([0.267, 0.256, 0.276])
-    x = (torch.from_numpy(pixels.copy()).float() / 255 - mean) / deviation
-    labels = json.loads((folder / "labels.json").read_text())[name][:count]
-    return x.movedim(-1, 1).contiguous(memory_format=torch.channels_last), torch.tensor(labels)
+    x = (torch.from_numpy(pixels[:count].copy()).float() / 255 - mean) / deviation
+    return x.movedim(-1, 1).contiguous(memory_format=torch.channels_last), torch.from_numpy(labels[:count])
 
 
 def base(weights: Path) -> nn.Module:

@@ -31,8 +31,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import spalier as sp
-from spalier.data.loader import Loader
-from spalier.data.open import open_data
+from spalier.data import Loader, open_data
 from spalier.networks import open_network
 from spalier.runs import run as running
 from spalier.runs.engine import Engine
@@ -101,7 +100,7 @@ class MaskedEngine(Engine):
 def pretrained(folder: Path, seed: int) -> Path:
     """A ResNet-18 that knows the digits 0 to 4."""
     torch.manual_seed(seed)
-    data = open_data("digits", size=SIZE, classes=list("01234"), validation=0.0)
+    data = open_data("digits", image_size=SIZE, classes=list("01234"), validation_split=0.0)
     net = sp.models.resnet18(classes=5, stem="cifar").to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     loader = Loader(data.train, batch_size=64, seed=seed)

@@ -82,16 +82,7 @@ RUNS_LAYERS = [
     {"places"},
     {"sweep"},
 ]
-DATA_LAYERS = [
-    {"text", "augment"},
-    {"part", "splits", "samples", "pickles"},
-    {"images", "given", "digits", "loader"},
-    {"archives", "decode", "data"},
-    {"places"},
-    {"cifar", "flowers", "folder"},
-    {"hugging_face"},
-    {"open"},
-]
+DATA_LAYERS = [{"images"}, {"data"}, {"folder", "loader"}, {"sources"}]
 INTEGRATIONS_LAYERS = [{"lightning", "transformers"}]
 REPORTING_LAYERS = [{"draw", "load"}, {"figures"}, {"comparisons"}, {"page"}]
 CLI_LAYERS = [

@@ -23,10 +23,9 @@ from released import Released
 from torch import Tensor
 
 import spalier as sp
-from spalier.data.augment import Ints
-from spalier.data.data import Data
-from spalier.data.open import open_data
-from spalier.data.part import Part
+from paper_data import ORIGINS, open_set
+from spalier.data import Data, Split, open_data
+from spalier.data.images import Ints
 from spalier.runs import run as running
 from spalier.runs.engine import Engine
 from spalier.runs.folder import RunFolder
@@ -34,8 +33,8 @@ from spalier.runs.folder import RunFolder
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 """What is committed."""
-_OF_DATA = {"image_size": "size", "max_train_samples": "limit", "validation_split": "validation"}
-"""Settings that are about data, and what `open_data` calls them."""
+_OF_DATA = ("image_size", "max_train_samples", "validation_split")
+"""Settings that are about data."""
 
 
 def _commit() -> str:
@@ -130,7 +129,7 @@ def rows_of(cell: Cell, place: Place) -> list[dict[str, Any]]:
 
 def samples_of(cell: Cell, place: Place) -> Data:
     """The cell's data, opened once in a process; of the test images as many as the scale looks at."""
-    asked = {option: cell.before[name] for name, option in _OF_DATA.items() if name in cell.before}
+    asked = {name: cell.before[name] for name in _OF_DATA if name in cell.before}
     data = _opened(cell.data, str(place.data), json.dumps(asked), cell.seed)
     count = place.protocol.tested.get(cell.data)
     if count is None or data.test is None:
@@ -140,15 +139,17 @@ def samples_of(cell: Cell, place: Place) -> Data:
 
 @functools.lru_cache(maxsize=1)
 def _opened(name: str, folder: str, asked: str, seed: int) -> Data:
+    if name in ORIGINS:
+        return open_set(name, Path(folder), seed=seed, **json.loads(asked))
     return open_data(name, folder=folder, seed=seed, **json.loads(asked))
 
 
 class Evenly:
-    """Some of the samples of a part, evenly spread over it."""
+    """Some of the samples of a split, evenly spread over it."""
 
-    def __init__(self, part: Part, count: int) -> None:
-        self.part, self.rows = part, np.linspace(0, len(part), count, endpoint=False).astype(np.int64)
-        self.labels, self.augment = part.labels[self.rows], part.augment
+    def __init__(self, split: Split, count: int) -> None:
+        self.split, self.rows = split, np.linspace(0, len(split), count, endpoint=False).astype(np.int64)
+        self.labels, self.augment = split.labels[self.rows], split.augment
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -157,7 +158,7 @@ class Evenly:
         self, indices: Ints, epoch: int | None, *, seed: int = 0, augment: str = "own"
     ) -> tuple[Tensor, Tensor]:
         """Images and labels of these samples."""
-        return self.part.fetch(self.rows[indices], epoch, seed=seed, augment=augment)
+        return self.split.fetch(self.rows[indices], epoch, seed=seed, augment=augment)
 
 
 def config_of(cell: Cell, place: Place) -> sp.TransferPruning:

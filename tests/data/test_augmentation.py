@@ -7,63 +7,70 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pictures import cropped, normal
 
-from spalier.data.augment import AUGMENTS, Offsets, Recipe, augmented, crop, draw, normalised
-from spalier.data.part import Pixels
-from spalier.data.samples import photographs, resized, small
+from spalier.data.images import (
+    AUGMENTS,
+    ArraySplit,
+    Offsets,
+    Preprocessing,
+    augment_batch,
+    crop,
+    draw_offsets,
+    normalize,
+)
 from spalier.errors import ConfigError
 
 MEAN, STD = (0.49, 0.48, 0.44), (0.25, 0.24, 0.26)
-RECIPES = {
-    "small": small(8, MEAN, STD),
-    "digits": small(8, MEAN, STD, flip=False),
-    "photographs": photographs(14),
-    "both": Recipe(6, 8, 2, True, MEAN, STD),
+KINDS = {
+    "small": Preprocessing.small(8, MEAN, STD),
+    "digits": Preprocessing.small(8, MEAN, STD, flip=False),
+    "photographs": Preprocessing.photographs(14),
+    "both": Preprocessing(6, 8, 2, True, MEAN, STD),
 }
 
 
-def pixels(recipe, count=7, seed=0):
+def pixels(kind, count=7, seed=0):
     rng = np.random.default_rng(seed)
-    images = rng.integers(0, 256, (count + 3, recipe.stored, recipe.stored, 3), np.uint8)
+    images = rng.integers(0, 256, (count + 3, kind.stored, kind.stored, 3), np.uint8)
     rows = rng.permutation(count + 3)[:count]
-    return Pixels(images, rows, np.arange(count) % 3, recipe), images[rows]
+    return ArraySplit(images, rows, np.arange(count) % 3, kind), images[rows]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("mode", AUGMENTS)
 def test_a_batch_is_what_each_image_gives_alone(name, mode):
-    recipe = RECIPES[name]
-    part, images = pixels(recipe)
+    kind = KINDS[name]
+    split, images = pixels(kind)
     indices = np.array([5, 0, 6, 5])
-    found, labels = part.fetch(indices, epoch=3, seed=11, augment=mode)
-    chosen = recipe.own if mode == "own" else mode
-    table = draw(recipe, chosen, len(part), seed=11, epoch=3)
+    found, labels = split.fetch(indices, epoch=3, seed=11, augment=mode)
+    chosen = kind.augment if mode == "own" else mode
+    table = draw_offsets(kind, chosen, len(split), seed=11, epoch=3)
     for image, index in zip(found, indices, strict=True):
-        expected = cropped(images[index], table.tops[index], table.lefts[index], recipe.size, recipe.pad)
+        expected = cropped(images[index], table.tops[index], table.lefts[index], kind.size, kind.pad)
         expected = expected[:, ::-1] if table.flips[index] else expected
         # float32: about 4 roundings of numbers up to 3
-        np.testing.assert_allclose(image.numpy(), normal(expected, recipe.mean, recipe.std), atol=2e-6)
-    assert labels.tolist() == part.labels[indices].tolist()
+        np.testing.assert_allclose(image.numpy(), normal(expected, kind.mean, kind.std), atol=2e-6)
+    assert labels.tolist() == split.labels[indices].tolist()
     assert labels.dtype == torch.int64
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", KINDS)
 def test_without_an_epoch_it_is_the_middle(name):
-    recipe = RECIPES[name]
-    part, images = pixels(recipe)
-    found, _ = part.fetch(np.arange(7), None)
-    start = (recipe.stored - recipe.size) // 2
+    kind = KINDS[name]
+    split, images = pixels(kind)
+    found, _ = split.fetch(np.arange(7), None)
+    start = (kind.stored - kind.size) // 2
     for image, stored in zip(found, images, strict=True):
-        middle = stored[start : start + recipe.size, start : start + recipe.size]
-        np.testing.assert_allclose(image.numpy(), normal(middle, recipe.mean, recipe.std), atol=2e-6)
-    same, _ = part.fetch(np.arange(7), 4, augment="none")
+        middle = stored[start : start + kind.size, start : start + kind.size]
+        np.testing.assert_allclose(image.numpy(), normal(middle, kind.mean, kind.std), atol=2e-6)
+    same, _ = split.fetch(np.arange(7), 4, augment="none")
     assert torch.equal(same, found)
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
 @pytest.mark.parametrize("epoch", [None, 0])
 def test_batches_are_floats_with_channels_last(count, epoch):
-    part, _ = pixels(RECIPES["small"])
-    images, labels = part.fetch(np.arange(count), epoch)
+    split, _ = pixels(KINDS["small"])
+    images, labels = split.fetch(np.arange(count), epoch)
     assert images.shape == (count, 3, 8, 8)
     assert labels.shape == (count,)
     assert images.dtype == torch.float32
@@ -85,53 +92,43 @@ def test_windows_are_slices(data):
 
 
 def test_what_is_stored_stays_as_it_was():
-    part, images = pixels(RECIPES["both"])
+    split, images = pixels(KINDS["both"])
     before = images.copy()
     for epoch in range(3):
-        part.fetch(np.arange(7), epoch)[0].zero_()
-    assert np.array_equal(part._images[part._rows], before)
+        split.fetch(np.arange(7), epoch)[0].zero_()
+    assert np.array_equal(split.images[split.rows], before)
 
 
 def test_every_offset_and_both_sides_are_drawn():
-    table = draw(RECIPES["small"], "flip-crop", 5000, seed=0, epoch=0)
+    table = draw_offsets(KINDS["small"], "flip-crop", 5000, seed=0, epoch=0)
     for column, values in zip(table, (3, 3, 2), strict=True):  # a padding of 1 on both sides
         counts = np.bincount(column.astype(int), minlength=values)
         assert len(counts) == values
         assert counts.min() > 0.9 * 5000 / values
-    photographs_room = draw(RECIPES["photographs"], "crop", 500, 0, 0)
+    photographs_room = draw_offsets(KINDS["photographs"], "crop", 500, 0, 0)
     assert set(photographs_room.tops) == {0, 1, 2}
     assert not photographs_room.flips.any()
 
 
 def test_what_is_drawn_depends_on_seed_and_epoch():
-    tables = {(s, e): draw(RECIPES["small"], "flip-crop", 50, s, e) for s in range(2) for e in range(2)}
-    again = draw(RECIPES["small"], "flip-crop", 50, 1, 1)
+    tables = {(s, e): draw_offsets(KINDS["small"], "flip-crop", 50, s, e) for s in range(2) for e in range(2)}
+    again = draw_offsets(KINDS["small"], "flip-crop", 50, 1, 1)
     assert all(np.array_equal(a, b) for a, b in zip(tables[1, 1], again, strict=True))
     assert len({t.tops.tobytes() for t in tables.values()}) == 4
-    crops_alone = draw(RECIPES["small"], "crop", 50, 1, 1)
+    crops_alone = draw_offsets(KINDS["small"], "crop", 50, 1, 1)
     assert np.array_equal(crops_alone.tops, again.tops)
 
 
 def test_an_unknown_augmentation_is_refused():
-    part, _ = pixels(RECIPES["small"])
+    split, _ = pixels(KINDS["small"])
     with pytest.raises(ConfigError, match="flip-crop"):
-        part.fetch(np.arange(2), 0, augment="cutout")
+        split.fetch(np.arange(2), 0, augment="cutout")
 
 
 def test_flips_mirror_left_and_right():
     image = np.arange(4 * 4 * 3, dtype=np.uint8).reshape(1, 4, 4, 3)
-    recipe = Recipe(4, 4, 0, True, MEAN, STD)
+    kind = Preprocessing(4, 4, 0, True, MEAN, STD)
     zero = np.zeros(1, np.int64)
-    found = augmented(image, Offsets(zero, zero, np.array([True])), recipe)
+    found = augment_batch(image, Offsets(zero, zero, np.array([True])), kind)
     assert np.array_equal(found, image[:, :, ::-1])
-    assert normalised(found, recipe).shape == (1, 3, 4, 4)
-
-
-def test_small_images_are_resized_bilinearly():
-    flat = np.full((3, 8, 8, 3), 77, np.uint8)
-    assert (resized(flat, 20) == 77).all()
-    ramp = np.repeat(np.arange(0, 160, 10, np.uint8)[None, :, None], 16, 0)[None].repeat(3, 3)
-    assert np.array_equal(resized(ramp, 16), ramp)
-    half = resized(ramp, 8)
-    assert half.shape == (1, 8, 8, 3)
-    assert np.abs(half[0, 3, 1:-1, 0] - (np.arange(1, 7) * 20 + 5.0)).max() <= 1
+    assert normalize(found, kind).shape == (1, 3, 4, 4)

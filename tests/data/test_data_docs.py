@@ -32,6 +32,6 @@ def test_the_costs_are_the_committed_ones():
 
 
 def test_every_named_set_is_in_the_table():
-    from spalier.data.open import NAMES
+    from spalier.data.sources import NAMES
 
     assert all(f"| `{name}` |" in PAGE for name in NAMES)

@@ -10,18 +10,23 @@ import pytest
 from pictures import class_folders, encoded, jpeg, picture, write
 from PIL import Image, ImageOps
 
-from spalier.data import images
-from spalier.data.decode import decoded
-from spalier.data.images import Unusable, rgb, square
-from spalier.data.open import open_data
-from spalier.data.samples import Bad, File
+from spalier.data import BadFile, open_data
+from spalier.data import folder as folders
+from spalier.data.folder import File, decode_files
+from spalier.data.images import center_square, decode, to_rgb
 from spalier.errors import DataError
 
 
+def rgb(data):
+    return to_rgb(decode(data))
+
+
+def square(data, side):
+    return center_square(rgb(data), side)
+
+
 def reason(data):
-    with pytest.raises(Unusable) as error:
-        square(data, 8)
-    return str(error.value)
+    return decode_files([File("x.jpg", len(data), 0, lambda: data)], 8, None).wrong[0]
 
 
 def png_header(width, height):
@@ -151,16 +156,13 @@ BAD = {
 
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_files_have_their_reason(kind):
-    file = File("x.jpg", len(BAD[kind]), 0, lambda: BAD[kind])
-    with pytest.raises(Unusable) as error:
-        square(images.contents(file), 8)
-    assert str(error.value).startswith(kind.strip(": ")) or kind == "damaged"
+    assert reason(BAD[kind]).startswith(kind.strip(": ")) or kind == "damaged"
 
 
 def test_every_cut_of_a_file_is_a_reason_or_an_image():
     for data in (jpeg(), encoded(picture(), "PNG"), encoded(picture(), "GIF"), encoded(picture(), "WEBP")):
         for end in range(0, len(data), max(1, len(data) // 40)):
-            found = decoded([File("x", end, 0, lambda cut=data[:end]: cut)], 4, None)
+            found = decode_files([File("x", end, 0, lambda cut=data[:end]: cut)], 4, None)
             assert found.images.shape == (1, 4, 4, 3)
             assert found.wrong == {} or found.wrong[0]
 
@@ -174,10 +176,9 @@ def test_the_limit_of_pixels_is_pillows(monkeypatch):
 
 
 def test_files_are_read_up_to_a_size(monkeypatch):
-    monkeypatch.setattr(images, "LARGEST_FILE", 100)
+    monkeypatch.setattr(folders, "MAX_FILE_BYTES", 100)
     read = lambda: pytest.fail("was read")  # noqa: E731
-    with pytest.raises(Unusable, match="too large: 101 bytes"):
-        images.contents(File("x", 101, 0, read))
+    assert "too large: 101 bytes" in decode_files([File("x", 101, 0, read)], 8, None).wrong[0]
 
 
 def refuse():
@@ -189,9 +190,9 @@ def test_all_bad_files_are_found_and_the_others_decoded():
     bad = [File(f"bad/{kind}", len(data), 0, lambda data=data: data) for kind, data in BAD.items()]
     bad.append(File("bad/locked", 5, 0, refuse))
     files = [f for pair in zip(good, bad, strict=False) for f in pair] + good[len(bad) :]
-    found = decoded(files, 16, None)
-    assert {entry.path for entry in found.bad(files)} == {file.name for file in bad}
-    assert Bad("bad/locked", "unreadable: Permission denied") in found.bad(files)
+    found = decode_files(files, 16, None)
+    assert {files[i].name: reason for i, reason in found.wrong.items()}.keys() == {file.name for file in bad}
+    assert found.wrong[files.index(bad[-1])] == "unreadable: Permission denied"
     for i, file in enumerate(files):
         if i not in found.wrong:
             assert np.array_equal(found.images[i], square(file.read(), 16))
@@ -209,50 +210,50 @@ def test_what_is_wrong_is_said_at_once_and_skipped_when_asked(photos):
     for i in range(20):
         write(photos / "dogs" / f"words{i}.txt", b"words")
     with pytest.raises(DataError) as error:
-        open_data(f"folder:{photos}", size=16)
+        open_data(f"folder:{photos}", image_size=16)
     text = str(error.value)
     assert "28 of 40 files" in text
     assert "and 8 more" in text
     assert text.count("\n") == 21
     assert "cats/bad0.jpg: truncated" in text
-    data = open_data(f"folder:{photos}", size=16, skip_bad=True)
+    data = open_data(f"folder:{photos}", image_size=16, skip_bad=True)
     assert len(data.skipped) == 28
-    assert all(isinstance(entry, Bad) for entry in data.skipped)
-    assert sum(len(part) for part in (data.train, data.validation, data.test)) == 12
+    assert all(isinstance(entry, BadFile) for entry in data.skipped)
+    assert sum(len(split) for split in (data.train, data.validation, data.test)) == 12
     assert "left out: 8 more" in str(data)
     clean = data.digest
     for entry in data.skipped:
         (photos / entry.path).unlink()
-    assert not open_data(f"folder:{photos}", size=16).skipped
+    assert not open_data(f"folder:{photos}", image_size=16).skipped
     assert len(clean) == 64
 
 
 def test_the_cache_holds_the_same(photos, tmp_path, monkeypatch, caplog):
     folder, name = tmp_path / "cache", f"folder:{photos}"
-    plain = open_data(name, size=16)
-    first = open_data(name, size=16, cache=folder)
+    plain = open_data(name, image_size=16)
+    first = open_data(name, image_size=16, cache_folder=folder)
     written = sorted(path.suffix for path in folder.iterdir())
     assert written == [".json", ".npy"]
     with monkeypatch.context() as patch:
-        patch.setattr("spalier.data.decode.square", lambda *_: pytest.fail("decoded again"))
-        again = open_data(name, size=16, cache=folder)
+        patch.setattr("spalier.data.folder.center_square", lambda *_: pytest.fail("decoded again"))
+        again = open_data(name, image_size=16, cache_folder=folder)
     for data in (first, again):
         assert data.digest == plain.digest
-        assert isinstance(data.train._images, np.memmap)
-        for part in ("train", "validation", "test"):
-            one, other = (getattr(d, part).fetch(np.arange(2), 1)[0] for d in (data, plain))
+        assert isinstance(data.train.images, np.memmap)
+        for split in ("train", "validation", "test"):
+            one, other = (getattr(d, split).fetch(np.arange(2), 1)[0] for d in (data, plain))
             assert (one == other).all()
     assert not caplog.records
 
 
 def test_the_cache_is_made_anew_when_files_change(photos, tmp_path):
     folder, name = tmp_path / "cache", f"folder:{photos}"
-    digests = [open_data(name, size=16, cache=folder).digest]
+    digests = [open_data(name, image_size=16, cache_folder=folder).digest]
     write(photos / "cats" / "0.jpg", jpeg(99))
-    digests.append(open_data(name, size=16, cache=folder).digest)
-    digests.append(open_data(name, size=20, cache=folder).digest)
+    digests.append(open_data(name, image_size=16, cache_folder=folder).digest)
+    digests.append(open_data(name, image_size=20, cache_folder=folder).digest)
     (photos / "dogs" / "5.jpg").unlink()
-    digests.append(open_data(name, size=16, cache=folder).digest)
+    digests.append(open_data(name, image_size=16, cache_folder=folder).digest)
     assert len(set(digests)) == 4
     assert len(list(folder.glob("*.npy"))) == 4
 
@@ -260,7 +261,7 @@ def test_the_cache_is_made_anew_when_files_change(photos, tmp_path):
 @pytest.mark.parametrize("damage", ["json", "npy", "short", "gone", "other"])
 def test_a_damaged_cache_is_made_anew_and_said(photos, tmp_path, damage, caplog):
     folder, name = tmp_path / "cache", f"folder:{photos}"
-    expected = open_data(name, size=16, cache=folder).digest
+    expected = open_data(name, image_size=16, cache_folder=folder).digest
     (array,), (record,) = folder.glob("*.npy"), folder.glob("*.json")
     if damage == "json":
         record.write_text("{")
@@ -273,25 +274,26 @@ def test_a_damaged_cache_is_made_anew_and_said(photos, tmp_path, damage, caplog)
     else:
         record.write_text(json.dumps(json.loads(record.read_text()) | {"key": "another"}))
     with caplog.at_level("WARNING", "spalier"):
-        data = open_data(name, size=16, cache=folder)
+        data = open_data(name, image_size=16, cache_folder=folder)
     assert "made anew" in caplog.text
     assert data.digest == expected
-    assert np.array_equal(data.train._images, open_data(name, size=16).train._images)
+    assert np.array_equal(data.train.images, open_data(name, image_size=16).train.images)
 
 
-def test_a_cache_remembers_bad_files(photos, tmp_path):
+def test_a_cache_holds_no_bad_files(photos, tmp_path):
     write(photos / "cats" / "bad.jpg", b"words")
     name, folder = f"folder:{photos}", tmp_path / "cache"
     for _ in range(2):
         with pytest.raises(DataError, match=r"cats/bad\.jpg"):
-            open_data(name, size=16, cache=folder)
-    assert len(open_data(name, size=16, cache=folder, skip_bad=True).skipped) == 1
+            open_data(name, image_size=16, cache_folder=folder)
+    assert len(open_data(name, image_size=16, cache_folder=folder, skip_bad=True).skipped) == 1
+    assert not list(folder.iterdir())
 
 
 def test_a_cache_that_cannot_be_written_is_said(photos, tmp_path):
     write(tmp_path / "file", b"")
     with pytest.raises(DataError, match="cannot be written"):
-        open_data(f"folder:{photos}", size=16, cache=tmp_path / "file")
+        open_data(f"folder:{photos}", image_size=16, cache_folder=tmp_path / "file")
     assert not list(tmp_path.glob(".*"))
 
 
@@ -299,6 +301,6 @@ def test_memory_that_runs_out_is_no_fault_of_a_file(photos, monkeypatch):
     def full(*_):
         raise MemoryError
 
-    monkeypatch.setattr("spalier.data.decode.square", full)
-    with pytest.raises(DataError, match=r"memory ran out.*cache="):
-        open_data(f"folder:{photos}", size=16, skip_bad=True)
+    monkeypatch.setattr("spalier.data.folder.center_square", full)
+    with pytest.raises(DataError, match=r"memory ran out.*cache_folder="):
+        open_data(f"folder:{photos}", image_size=16, skip_bad=True)

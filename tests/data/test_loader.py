@@ -15,25 +15,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from spalier.data.data import Data
-from spalier.data.loader import Loader
-from spalier.data.open import open_data
-from spalier.data.part import Pixels
-from spalier.data.samples import small
+from spalier.data import Data, Loader, open_data
+from spalier.data.images import ArraySplit, Preprocessing
 from spalier.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on machines of few cores
 
 
 @pytest.fixture(scope="module")
-def part():
-    return open_data("digits", limit=100).train
+def split():
+    return open_data("digits", max_train_samples=100).train
 
 
 def numbered(count):
     """Sample i has label i, so that labels tell which samples came."""
     images = np.zeros((count, 4, 4, 3), np.uint8)
-    return Pixels(images, np.arange(count), np.arange(count), small(4, (0.5,) * 3, (0.5,) * 3))
+    return ArraySplit(
+        images, np.arange(count), np.arange(count), Preprocessing.small(4, (0.5,) * 3, (0.5,) * 3)
+    )
 
 
 def epoch(loader, number=0, start=0):
@@ -49,9 +48,9 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_workers_change_nothing(part, workers):
-    alone = Loader(part, batch_size=16, seed=5)
-    with Loader(part, batch_size=16, seed=5, num_workers=workers) as shared:
+def test_workers_change_nothing(split, workers):
+    alone = Loader(split, batch_size=16, seed=5)
+    with Loader(split, batch_size=16, seed=5, num_workers=workers) as shared:
         before = torch.random.get_rng_state()
         for number in (0, 1, 0):
             same(list(shared.epoch(number)), list(alone.epoch(number)))
@@ -62,8 +61,8 @@ def test_workers_change_nothing(part, workers):
         )
 
 
-def test_any_batch_can_be_had_again(part):
-    loader = Loader(part, batch_size=16, seed=5)
+def test_any_batch_can_be_had_again(split):
+    loader = Loader(split, batch_size=16, seed=5)
     every = list(loader.epoch(7))
     for start in range(len(loader) + 1):
         same(list(loader.epoch(7, start)), every[start:])
@@ -71,9 +70,9 @@ def test_any_batch_can_be_had_again(part):
         loader.epoch(7, len(loader) + 1)
 
 
-def test_epochs_and_seeds_differ(part):
+def test_epochs_and_seeds_differ(split):
     batches = {
-        (s, e): next(Loader(part, batch_size=16, seed=s).epoch(e))[0]
+        (s, e): next(Loader(split, batch_size=16, seed=s).epoch(e))[0]
         for s, e in ((0, 0), (0, 1), (1, 0), (1, 1))
     }
     values = list(batches.values())
@@ -93,10 +92,10 @@ def test_all_processes_together_see_what_one_sees(count, batch, world, shuffle, 
     batch *= world
     if drop and count < batch and count % world:
         with pytest.raises(ConfigError, match="shared equally"):
-            Loader(numbered(count), batch_size=batch, world=world, drop_last=drop)
+            Loader(numbered(count), batch_size=batch, world_size=world, drop_last=drop)
         return
     make = lambda rank, of: Loader(  # noqa: E731
-        numbered(count), batch, seed=3, shuffle=shuffle, drop_last=drop, rank=rank, world=of
+        numbered(count), batch, seed=3, shuffle=shuffle, drop_last=drop, rank=rank, world_size=of
     )
     one = make(0, 1)
     start = min(start, len(one))
@@ -122,11 +121,11 @@ def test_a_set_smaller_than_a_batch_is_one_batch():
     assert sorted(next(loader.epoch(0))[1].tolist()) == [0, 1, 2, 3, 4]
 
 
-def test_evaluation_is_in_order_and_not_augmented(part):
-    loader = Loader(part, batch_size=32, shuffle=False, drop_last=False)
+def test_evaluation_is_in_order_and_not_augmented(split):
+    loader = Loader(split, batch_size=32, shuffle=False, drop_last=False)
     assert loader.augment == "none"
     found = list(loader.epoch(9))
-    expected, labels = part.fetch(np.arange(len(part)), None)
+    expected, labels = split.fetch(np.arange(len(split)), None)
     assert torch.equal(torch.cat([x for x, _ in found]), expected)
     assert torch.equal(torch.cat([y for _, y in found]), labels)
 
@@ -134,14 +133,14 @@ def test_evaluation_is_in_order_and_not_augmented(part):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"batch_size": 10, "world": 4}, "shared equally"),
-        ({"rank": 2, "world": 2}, "less than the 2"),
+        ({"batch_size": 10, "world_size": 4}, "shared equally"),
+        ({"rank": 2, "world_size": 2}, "less than the 2"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": 2.5}, "integer"),
         ({"num_workers": -1}, "num_workers is -1"),
         ({"seed": -1}, "seed is -1"),
         ({"augment": "mixup"}, "mixup"),
-        ({"world": True}, "world is True"),
+        ({"world_size": True}, "world_size is True"),
     ],
 )
 def test_options_are_checked(options, says):
@@ -156,19 +155,19 @@ def test_nothing_to_load_is_said():
         Loader(numbered(4)).epoch(-1)
 
 
-def test_an_epoch_that_was_left_gives_nothing_of_the_next(part):
-    with Loader(part, batch_size=16, num_workers=1) as loader:
+def test_an_epoch_that_was_left_gives_nothing_of_the_next(split):
+    with Loader(split, batch_size=16, num_workers=1) as loader:
         left = loader.epoch(0)
         next(left)
         second = loader.epoch(1)
-        same([next(second)], [next(Loader(part, batch_size=16).epoch(1))])
+        same([next(second)], [next(Loader(split, batch_size=16).epoch(1))])
         with pytest.raises(ConfigError, match="left for another"):
             next(left)
 
 
-def test_workers_end_with_the_loader(part):
+def test_workers_end_with_the_loader(split):
     before = len(multiprocessing.active_children())
-    loader = Loader(part, batch_size=16, num_workers=2)
+    loader = Loader(split, batch_size=16, num_workers=2)
     batches = loader.epoch(0)
     next(batches)
     assert len(multiprocessing.active_children()) >= before + 2
@@ -177,7 +176,7 @@ def test_workers_end_with_the_loader(part):
     loader.close()
     with pytest.raises(ConfigError, match="closed"):
         next(batches)
-    same(epoch(loader), epoch(Loader(part, batch_size=16)))  # it starts anew when it is asked
+    same(epoch(loader), epoch(Loader(split, batch_size=16)))  # it starts anew when it is asked
 
 
 class Deadly(Dataset):
@@ -263,10 +262,9 @@ def test_a_process_that_ends_leaves_no_workers():
     code = """
     import torch
     from torch.utils.data import TensorDataset
-    from spalier.data.data import Data
-    from spalier.data.loader import Loader
+    from spalier.data import Data, Loader
     data = Data.of(TensorDataset(torch.rand(64, 3, 4, 4), torch.arange(64) % 2))
-    loader = Loader(data.train, batch=16, workers=2)
+    loader = Loader(data.train, batch_size=16, num_workers=2)
     next(loader.epoch(0))
     print(*[worker.pid for worker in loader._loader._iterator._workers])
     """

@@ -12,7 +12,7 @@ from torch import nn
 
 import spalier as sp
 from spalier.criteria.score import score
-from spalier.data.open import open_data
+from spalier.data import open_data
 from spalier.pruning.plan import Plan
 from spalier.runs.looking import _counts, examples, spread
 
@@ -77,7 +77,7 @@ def test_units_that_are_gone_are_not_counted():
 
 
 def test_examples_are_the_surest_of_each_kind():
-    data = open_data("digits", classes=list("012"), limit=60)
+    data = open_data("digits", classes=list("012"), max_train_samples=60)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 3)).eval()
     found, png = examples(net, data.test, lambda images: images, 16)

@@ -17,7 +17,7 @@ from running import Small, outcome, quick
 from torch.utils.data import TensorDataset
 
 from spalier import files
-from spalier.data.data import Data
+from spalier.data import Data
 from spalier.errors import NetworkError, RunError
 from spalier.runs.engine import Engine
 from spalier.runs.folder import RunFolder

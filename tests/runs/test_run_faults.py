@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from spalier import files
-from spalier.data.data import Data
+from spalier.data import Data
 from spalier.errors import ConfigError, DataError, RunError, TaskFileError
 from spalier.runs import machine
 from spalier.runs.checkpoint import load_checkpoint

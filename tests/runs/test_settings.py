@@ -11,7 +11,7 @@ from spalier.runs.recipes import RECIPES
 
 
 def test_the_papers_recipe():
-    config = TransferPruning(recipe="paper", network="resnet50", data="cifar10")
+    config = TransferPruning(recipe="paper", network="resnet50", data="torchvision:CIFAR10")
     assert (config.epochs, config.epochs_per_prune, config.epochs_of(19)) == (30, 20, 20)
     assert config.targets() == tuple(round(1 - 0.05 * i, 6) for i in range(1, 20))
     assert (config.optimizer, config.momentum, config.weight_decay, config.lr_schedule) == (
@@ -24,9 +24,8 @@ def test_the_papers_recipe():
     assert config.replace(batch_size=64).initial_lr == 0.0025
     assert config.network_options == {"stem": "cifar"}
     assert (config.writers, config.criterion, config.rank, config.recovery) == ("free", "taylor", 8, "none")
-    for data in ("flowers102", "catsanddogs"):
-        large = config.replace(data=data)
-        assert (large.epochs, large.epochs_per_prune, large.network_options) == (100, 50, {})
+    large = config.replace(data="torchvision:Flowers102")
+    assert (large.epochs, large.epochs_per_prune, large.network_options) == (100, 50, {})
 
 
 def test_settings_win_over_recipes():
@@ -42,16 +41,16 @@ def test_changes_follow_the_recipe_again():
     config = TransferPruning(recipe="fast", epochs=3)
     assert config.replace(recipe="paper").epochs_per_prune == RECIPES["paper"]["epochs_per_prune"]
     assert config.replace(recipe="paper").epochs == 3
-    assert config.replace(data="cifar100").name == "cifar100"
+    assert config.replace(data="torchvision:CIFAR100").name == "CIFAR100"
 
 
 def test_what_was_loaded_follows_the_recipe_again(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text(TransferPruning(recipe="paper", data="cifar10", epochs=3).to_yaml())
+    file.write_text(TransferPruning(recipe="paper", data="torchvision:CIFAR10", epochs=3).to_yaml())
     loaded = TransferPruning.load(file)
     assert loaded.replace(densities=(0.5,)).targets() == (0.5,)
-    assert loaded.replace(data="flowers102").epochs_per_prune == 50
-    assert loaded.replace(data="flowers102").network_options == {}
+    assert loaded.replace(data="torchvision:Flowers102").epochs_per_prune == 50
+    assert loaded.replace(data="torchvision:Flowers102").network_options == {}
     assert loaded.replace(data="digits").name == "digits"
     assert loaded.replace(recipe="fast").optimizer == "adamw"
     assert loaded.replace(recipe="fast").epochs == 3
@@ -147,12 +146,14 @@ def test_files_that_are_none(tmp_path, name, text, message):
 
 def test_toml_and_yaml_say_the_same(tmp_path):
     (tmp_path / "a.toml").write_text(
-        'data = "cifar10"\nlr = 1e-3\ndensities = [0.5, 0.25]\n[adapter_options]\ncap = true\n'
+        'data = "torchvision:CIFAR10"\nlr = 1e-3\ndensities = [0.5, 0.25]\n[adapter_options]\ncap = true\n'
     )
     (tmp_path / "a.yaml").write_text(
-        "data: cifar10\nlr: 1e-3\ndensities: [0.5, 0.25]\nadapter_options: {cap: true}\n"
+        "data: torchvision:CIFAR10\nlr: 1e-3\ndensities: [0.5, 0.25]\nadapter_options: {cap: true}\n"
     )
-    expected = TransferPruning(data="cifar10", lr=1e-3, densities=(0.5, 0.25), adapter_options={"cap": True})
+    expected = TransferPruning(
+        data="torchvision:CIFAR10", lr=1e-3, densities=(0.5, 0.25), adapter_options={"cap": True}
+    )
     assert TransferPruning.load(tmp_path / "a.toml") == TransferPruning.load(tmp_path / "a.yaml") == expected
 
 

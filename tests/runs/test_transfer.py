@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import spalier as sp
-from spalier.data.data import Data
-from spalier.data.open import open_data
+from spalier.data import Data, open_data
 from spalier.errors import AttachmentError, ConfigError, DataError, RunError, SpalierError
 from spalier.networks import open_network
 

@@ -36,7 +36,7 @@ from spalier.errors import DataError
 if TYPE_CHECKING:
     from torch import nn
 
-    from spalier.data.data import Data
+    from spalier.data import Data
     from spalier.runs.evaluating import Evaluation
     from spalier.tasks.task import Task
 
@@ -134,7 +134,7 @@ def trace(console: Console, network: str, shape: str, **options: Any) -> None:
 )
 @click.argument("config", required=False, type=click.Path(exists=True, dir_okay=False))
 @click.option("--folder", required=True, type=click.Path(file_okay=False), help="Where the run is kept.")
-@click.option("--data", help="digits, cifar10, cifar100, flowers102, catsanddogs, folder:PATH or hf:NAME.")
+@click.option("--data", help="digits, torchvision:NAME, hf:NAME or folder:PATH.")
 @click.option("--network", help="A network by name; `spalier trace --help` lists the forms.")
 @click.option("--weights", type=click.Path(dir_okay=False), help="A file of pretrained weights.")
 @click.option("--method", help="splora, sppara, lora or fine-pruning.")
@@ -237,7 +237,7 @@ def _sweep_of(config: str, settings: tuple[str, ...], over: tuple[str, ...]) -> 
     "eval",
     epilog=examples(
         "spalier eval runs/digits                     # every task of a run, on the run's test samples",
-        "spalier eval tasks/flowers-30.task.safetensors --base resnet50 --weights w.safetensors --data flowers102",
+        "spalier eval flowers-30.task.safetensors --base resnet50 --weights w.pth --data torchvision:Flowers102",
     ),
 )
 @click.argument("tasks", nargs=-1, required=True, metavar="TASK...")
@@ -295,22 +295,26 @@ def _data_of(
     task: Task, file: Path, base: str | None, data: str | None, folder: str | None, size: int | None
 ) -> Data:
     """The samples of a task's classes: from data by name, or from those of the run that it lies in."""
-    from spalier.data.open import open_data
+    from spalier.data import open_data
 
     info = task.info()
-    options: dict[str, Any] = {"validation": 0.1}
+    options: dict[str, Any] = {"validation_split": 0.1}
     run = run_in(file.resolve().parent.parent) or (run_in(Path(base)) if base else None)
     if data is None and run is None:
         raise click.UsageError("--data is missing: which samples to look at, such as --data digits.")
     if run is not None and data in (None, run.data):  # the same split that the task was learned with
         data = run.data
-        options = {"validation": run.validation_split, "limit": run.max_train_samples, "seed": run.seed}
-        options |= {"skip_bad": run.skip_bad, "cache": run.cache_folder}
+        options = {
+            "validation_split": run.validation_split,
+            "max_train_samples": run.max_train_samples,
+            "seed": run.seed,
+        }
+        options |= {"skip_bad": run.skip_bad, "cache_folder": run.cache_folder}
         folder = folder or run.data_folder
     assert data is not None
     classes = tuple(info.classes)
     size = size or info.preprocessing.get("size")
-    found = open_data(data, folder=folder, size=size, classes=classes or None, **options)
+    found = open_data(data, folder=folder, image_size=size, classes=classes or None, **options)
     if classes and found.classes != classes:
         raise DataError(
             f"{data} gives the classes {', '.join(found.classes[:5])}..., and the task's outputs are "
@@ -322,7 +326,7 @@ def _data_of(
 def _evaluate(net: nn.Module, data: Data, part: str) -> Evaluation:
     import torch
 
-    from spalier.data.loader import Loader
+    from spalier.data import Loader
     from spalier.runs.evaluating import evaluate
 
     samples = getattr(data, part)

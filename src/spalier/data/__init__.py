@@ -1,1 +1,7 @@
-"""Data sets by name: checked, decoded once, augmented in whole batches."""
+"""Data sets by name or of your own: checked, decoded once, split, and loaded in batches that repeat exactly."""
+
+from spalier.data.data import BadFile, Data, Split
+from spalier.data.loader import Loader
+from spalier.data.sources import open_data
+
+__all__ = ["BadFile", "Data", "Loader", "Split", "open_data"]

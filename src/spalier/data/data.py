@@ -1,58 +1,89 @@
-"""`Data`: a data set that is ready to be learned from."""
+"""`Data`: a data set that is ready to be learned from, its splits, and users' own datasets as splits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import random
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-from torch.utils.data import Dataset, Subset
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from spalier.data.augment import Ints
-from spalier.data.given import Given, class_names, given_digest
-from spalier.data.part import Part
-from spalier.data.samples import Bad
-from spalier.data.splits import held_out
-from spalier.data.text import shown, whole
-from spalier.errors import ConfigError
-from spalier.text import table
+from spalier.data.images import ITEM, LIMIT, SPLIT, Images, Ints, generator
+from spalier.errors import ConfigError, DataError
+from spalier.text import check_integer, printable, table
 
-__all__ = ["Bad", "Data", "Part"]
+
+class Split(Protocol):
+    """Samples by number. What `fetch` returns depends on seed, epoch and numbers alone."""
+
+    @property
+    def labels(self) -> Ints:
+        """The class of each sample, -1 where there is none."""
+
+    @property
+    def augment(self) -> str:
+        """The augmentation that suits the samples."""
+
+    def __len__(self) -> int: ...
+
+    def fetch(
+        self, indices: Ints, epoch: int | None, *, seed: int = 0, augment: str = "own"
+    ) -> tuple[Tensor, Tensor]:
+        """Images and labels of these samples; with an epoch of None they are not augmented."""
+
+
+@dataclass(frozen=True)
+class BadFile:
+    """A file that cannot be used, and why."""
+
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{printable(self.path)}: {printable(self.reason)}"
 
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """A data set: its parts, and what was done to get them. Print it.
+    """A data set: its splits, and what was done to get them. Print it for a summary.
 
-    ``digest`` tells data sets apart, ``preprocessing`` is plain data for the record of a run, ``skipped`` lists files
-    that were left out.
+    ``digest`` tells data sets apart, ``preprocessing`` is plain data for the record of a run, ``skipped`` lists the
+    files that were left out.
     """
 
     name: str
     classes: tuple[str, ...]
     shape: tuple[int, ...]
-    train: Part = field(repr=False)
-    validation: Part | None = field(repr=False)
-    test: Part | None = field(repr=False)
+    train: Split = field(repr=False)
+    validation: Split | None = field(repr=False)
+    test: Split | None = field(repr=False)
     preprocessing: dict[str, Any] = field(repr=False)
     digest: str = field(repr=False)
-    skipped: tuple[Bad, ...] = ()
+    skipped: tuple[BadFile, ...] = ()
     notes: tuple[str, ...] = ()
 
     @staticmethod
     def of(
-        train: Dataset[Any],
-        test: Dataset[Any] | None = None,
-        validation: float | Dataset[Any] | None = None,
+        train: Dataset[Any] | DataLoader[Any],
+        test: Dataset[Any] | DataLoader[Any] | None = None,
+        validation: float | Dataset[Any] | DataLoader[Any] | None = None,
         *,
         classes: Sequence[str] | None = None,
         name: str = "given",
         seed: int = 0,
     ) -> Data:
-        """Any map-style torch dataset of (image, label); its own transforms are left as they are.
+        """Wrap map-style torch datasets of (image, label); their own transforms are applied as they are.
 
-        A number for ``validation`` carves that share of each class from training.
+        A number for ``validation`` holds out that share of each training class. Of a `DataLoader` only its dataset
+        is used: batches and workers are the run's.
 
         >>> import torch
         >>> from torch.utils.data import TensorDataset
@@ -60,60 +91,321 @@ class Data:
         >>> len(data.train), len(data.validation), data.shape, data.classes
         (16, 4, (3, 8, 8), ('0', '1'))
         """
-        names = class_names(train, classes)
-        parts = {"training": Given(train, "training", len(names))}
+        names = class_names(_dataset(train), classes)
+        splits = {"training": DatasetSplit(_dataset(train), "training", len(names))}
         if test is not None:
-            parts["test"] = Given(test, "test", len(names))
+            splits["test"] = DatasetSplit(_dataset(test), "test", len(names))
         if isinstance(validation, (int, float)):
-            parts |= _carved(parts["training"], len(names), float(validation), whole("seed", seed))
+            share = check_share(validation)
+            splits |= _hold_out(splits["training"], len(names), share, check_integer("seed", seed))
         elif validation is not None:
-            parts["validation"] = Given(validation, "validation", len(names))
-        shape = parts["training"].shape
-        for part in parts.values():
-            part.check_shape(shape)
+            splits["validation"] = DatasetSplit(_dataset(validation), "validation", len(names))
+        shape = splits["training"].shape
+        for split in splits.values():
+            if split.shape != shape:
+                raise DataError(f"{split.name} has images of {split.shape}, expected {shape} as in training")
         return Data(
             name=name,
             classes=names,
             shape=shape,
-            train=parts["training"],
-            validation=parts.get("validation"),
-            test=parts.get("test"),
+            train=splits["training"],
+            validation=splits.get("validation"),
+            test=splits.get("test"),
             preprocessing={"size": shape[-1], "mean": None, "std": None, "augment": "the data set's own"},
-            digest=given_digest(list(parts.values()), names),
+            digest=_digest_of_datasets(list(splits.values()), names),
         )
 
     def summary(self) -> str:
-        """The parts with their samples and classes, and what is worth knowing."""
-        parts = {"training": self.train, "validation": self.validation, "test": self.test}
-        rows = [
-            [name, *_counted(part.labels, self.classes)] for name, part in parts.items() if part is not None
-        ]
-        head = f"{shown(self.name)}: {len(self.classes)} classes, {' x '.join(map(str, self.shape))}"
-        shown_table = table(["part", "samples", "classes", "smallest", "largest"], rows)
-        left_out = [f"left out: {bad}" for bad in self.skipped[:20]]
+        """The splits with their samples and classes, and what is worth knowing."""
+        splits = {"training": self.train, "validation": self.validation, "test": self.test}
+        rows = [[name, *self._counts(split.labels)] for name, split in splits.items() if split is not None]
+        head = f"{printable(self.name)}: {len(self.classes)} classes, {' x '.join(map(str, self.shape))}"
+        skipped = [f"left out: {bad}" for bad in self.skipped[:20]]
         if len(self.skipped) > 20:
-            left_out.append(f"left out: {len(self.skipped) - 20:,} more")
-        return "\n".join([head, shown_table, *self.notes, *left_out])
+            skipped.append(f"left out: {len(self.skipped) - 20:,} more")
+        columns = ["split", "samples", "classes", "smallest", "largest"]
+        return "\n".join([head, table(columns, rows), *self.notes, *skipped])
 
     def __str__(self) -> str:
         return self.summary()
 
+    def _counts(self, labels: Ints) -> list[str]:
+        if not self.classes:
+            return [f"{len(labels):,}", "-", "-", "-"]
+        counts = np.bincount(labels, minlength=len(self.classes))
+        extremes = (int(counts.argmin()), int(counts.argmax()))
+        ends = [f"{counts[i]:,} ({printable(self.classes[i])})" for i in extremes]
+        return [f"{len(labels):,}", f"{np.count_nonzero(counts):,}", *ends]
 
-def _carved(train: Given, classes: int, share: float, seed: int) -> dict[str, Given]:
-    if not 0 <= share < 1:
-        raise ConfigError(f"validation is {share!r}, expected a share of training, 0 to less than 1")
+
+# -- users' datasets --------------------------------------------------------------------------------------------------
+
+
+class DatasetSplit:
+    """A split made of a map-style torch dataset of (image, label).
+
+    Tensors of floats pass as they are. Bytes and images of Pillow are scaled to 0..1. Random transforms draw the same
+    numbers wherever they run: the global generators are seeded for each sample, and put back afterwards.
+    """
+
+    augment = "own"
+
+    def __init__(self, dataset: Dataset[Any], name: str, classes: int, labels: Ints | None = None) -> None:
+        self.dataset, self.name, self.classes, self._labels = dataset, name, classes, labels
+        self._length = _length(dataset, name)
+        self.shape = tuple(self._image_and_label(0)[0].shape)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def labels(self) -> Ints:
+        """The class of each sample: as the dataset lists them, else gathered from every item, once."""
+        if self._labels is None:
+            self._labels = check_labels(gather_labels(self.dataset, self.name), self.classes, self.name)
+        return self._labels
+
+    def fetch(
+        self, indices: Ints, epoch: int | None, *, seed: int = 0, augment: str = "own"
+    ) -> tuple[Tensor, Tensor]:
+        """Images and labels; without an epoch, or augmentation, transforms draw the same every time."""
+        if augment not in ("own", "none"):
+            raise ConfigError(f'augment is {augment!r}, expected "own": a dataset has its own transforms')
+        moment = 0 if augment == "none" or epoch is None else epoch + 1
+        with _global_generators_kept():
+            items = [self._seeded_item(int(i), moment, seed) for i in indices]
+        images = torch.stack([image for image, _ in items])
+        labels = np.array([label for _, label in items], np.int64)
+        if images.dim() == 4:
+            images = images.contiguous(memory_format=torch.channels_last)
+        return images, torch.from_numpy(labels)
+
+    def _seeded_item(self, index: int, moment: int, seed: int) -> tuple[Tensor, int]:
+        state = np.random.SeedSequence((seed, moment, ITEM, index)).generate_state(4)
+        random.seed(int(state[0]))
+        np.random.seed(int(state[1]))
+        torch.default_generator.manual_seed(int(state[2]) << 32 | int(state[3]))
+        image, label = self._image_and_label(index)
+        if image.shape != self.shape:
+            raise DataError(
+                f"{self.name}: sample {index} has shape {tuple(image.shape)}, expected {self.shape} as sample 0; "
+                "let the dataset's transform bring all to one size"
+            )
+        return image, label
+
+    def _image_and_label(self, index: int) -> tuple[Tensor, int]:
+        image, label = _item(self.dataset, index, self.name)
+        if not _in_range(label, self.classes):
+            raise DataError(
+                f"{self.name}: sample {index} has label {label}, expected 0 to {self.classes - 1}; "
+                "pass the names of all classes, or correct the labels"
+            )
+        if hasattr(image, "convert"):  # Pillow's, without importing it
+            image = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+        if not isinstance(image, Tensor):
+            raise DataError(
+                f"{self.name}: sample {index} has an image of type {type(image).__name__}, expected a tensor or an "
+                "image of Pillow"
+            )
+        return image.float() / 255 if image.dtype == torch.uint8 else image.float(), label
+
+
+def class_names(train: Dataset[Any], classes: Sequence[str] | None = None) -> tuple[str, ...]:
+    """The names as given, else the dataset's own, else numbers up to the largest label."""
+    names = getattr(train, "classes", None) if classes is None else classes
+    if names is None:
+        labels = gather_labels(train, "training")
+        if (labels == -1).all():
+            return ()  # samples without labels, for a network that learns from another
+        names = range(int(labels.max()) + 1)
+    found = tuple(map(str, names))
+    if len(found) < 2 or len(set(found)) < len(found):
+        raise DataError(f"the classes are {found[:5]!r}, expected at least two different ones")
+    return found
+
+
+def listed_labels(dataset: Dataset[Any]) -> Ints | None:
+    """Labels that a dataset lists in ``targets``, ``labels``, torchvision's ``_labels`` or tensors, also of subsets."""
+    if isinstance(dataset, Subset):
+        inner = listed_labels(dataset.dataset)
+        return None if inner is None else inner[np.asarray(dataset.indices, np.int64)]
+    if isinstance(dataset, ConcatDataset):
+        pieces = [listed_labels(piece) for piece in dataset.datasets]
+        known = [piece for piece in pieces if piece is not None]
+        return np.concatenate(known) if len(known) == len(pieces) else None
+    if isinstance(dataset, TensorDataset):
+        return label_array(dataset.tensors[1], dataset) if len(dataset.tensors) == 2 else None
+    if getattr(dataset, "target_transform", None) is not None:
+        return None  # what is listed is not what comes out
+    for name in ("targets", "labels", "_labels"):
+        labels = label_array(getattr(dataset, name, None), dataset)
+        if labels is not None:
+            return labels
+    return None
+
+
+def label_array(labels: Any, dataset: Any) -> Ints | None:
+    """Labels as an array, if they are one integer for each sample of a dataset."""
+    try:
+        found = np.asarray(labels)
+    except (ValueError, TypeError, RuntimeError):
+        return None
+    fits = found.ndim == 1 and found.dtype.kind in "iu" and len(found) == len(dataset)
+    return found.astype(np.int64) if fits else None
+
+
+def gather_labels(dataset: Dataset[Any], name: str) -> Ints:
+    """Every label: as listed, else by looking at every item."""
+    known = listed_labels(dataset)
+    if known is not None:
+        return known
+    with _global_generators_kept():
+        return np.array([_item(dataset, i, name)[1] for i in range(_length(dataset, name))], np.int64)
+
+
+def _dataset(given: Any) -> Any:
+    return given.dataset if isinstance(given, DataLoader) else given
+
+
+def _length(dataset: Dataset[Any], name: str) -> int:
+    try:
+        length = len(dataset)  # type: ignore[arg-type]
+    except TypeError:
+        raise DataError(
+            f"{name} is a {type(dataset).__name__} without len(), expected a map-style dataset of (image, label)"
+        ) from None
+    if length == 0:
+        raise DataError(f"{name} is empty, expected at least one sample")
+    return length
+
+
+def _item(dataset: Dataset[Any], index: int, name: str) -> tuple[Any, int]:
+    """An image of any kind, and its label as an integer."""
+    try:
+        item = dataset[index]
+    except Exception as error:
+        failed = DataError(
+            f"{name}: sample {index} cannot be had: {type(error).__name__}: {printable(error)}"
+        )
+        failed.add_note(traceback.format_exc())  # the cause is lost on the way from a worker
+        raise failed from error
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        raise DataError(f"{name}: sample {index} is a {type(item).__name__}, expected a pair (image, label)")
+    image, label = item
+    if isinstance(label, (Tensor, np.ndarray, np.generic)) and np.prod(label.shape) == 1:
+        label = label.item()
+    if isinstance(label, bool) or not isinstance(label, int):
+        raise DataError(f"{name}: sample {index} has label {label!r}, expected an integer")
+    return image, label
+
+
+def _hold_out(train: DatasetSplit, classes: int, share: float, seed: int) -> dict[str, DatasetSplit]:
+    """Training without a share of each class, and that share."""
     out = held_out(train.labels, share, seed) if share else np.zeros(len(train), bool)
     pieces = {"training": np.flatnonzero(~out), "validation": np.flatnonzero(out)}
     return {
-        name: Given(Subset(train.dataset, rows.tolist()), name, classes, train.labels[rows])
+        name: DatasetSplit(Subset(train.dataset, rows.tolist()), name, classes, train.labels[rows])
         for name, rows in pieces.items()
         if len(rows)
     }
 
 
-def _counted(labels: Ints, classes: tuple[str, ...]) -> list[str]:
-    if not classes:
-        return [f"{len(labels):,}", "-", "-", "-"]
-    counts = np.bincount(labels, minlength=len(classes))
-    ends = [f"{counts[i]:,} ({shown(classes[i])})" for i in (int(counts.argmin()), int(counts.argmax()))]
-    return [f"{len(labels):,}", f"{np.count_nonzero(counts):,}", *ends]
+def _digest_of_datasets(splits: Sequence[DatasetSplit], classes: Sequence[str], looks: int = 16) -> str:
+    """Lengths, listed labels, and a few samples of each split; not all, since each may be a file."""
+    pieces: list[Any] = ["\0".join(classes)]
+    for split in splits:
+        known = listed_labels(split.dataset)
+        rows = np.unique(np.linspace(0, len(split) - 1, looks).astype(np.int64))
+        images, labels = split.fetch(rows, None)
+        pieces += [split.name, str(len(split)), b"" if known is None else known]
+        pieces += [images.numpy(), labels.numpy()]
+    return digest(*pieces)
+
+
+@contextmanager
+def _global_generators_kept() -> Iterator[None]:
+    """The global generators are as they were afterwards."""
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
+
+
+# -- which samples go where, and checks -------------------------------------------------------------------------------
+
+
+def held_out(labels: Ints, share: float, seed: int) -> NDArray[np.bool_]:
+    """True for a share of each class, at least one sample and never all; a class of one sample keeps it.
+
+    >>> held_out(np.array([0, 0, 0, 0, 1, 1, 2]), 0.25, seed=0).sum()
+    np.int64(2)
+    """
+    counts = np.unique(labels, return_counts=True)[1]
+    wanted = _spread(counts, round(share * len(labels)))
+    return _draw(labels, np.clip(wanted, np.minimum(1, counts - 1), counts - 1), seed, SPLIT)
+
+
+def limited(labels: Ints, most: int, seed: int) -> NDArray[np.bool_]:
+    """True for at most so many samples, all classes among them."""
+    counts = np.unique(labels, return_counts=True)[1]
+    if most >= len(labels):
+        return np.ones(len(labels), bool)
+    if most < len(counts):
+        raise ConfigError(
+            f"max_train_samples is {most}, expected at least one for each of the {len(counts)} classes"
+        )
+    return _draw(labels, 1 + _spread(counts - 1, most - len(counts)), seed, LIMIT)
+
+
+def _spread(counts: Ints, total: int) -> Ints:
+    """Shares of a total in proportion to counts, in whole numbers: the largest remainders get one more."""
+    exact = counts * (total / max(1, counts.sum()))
+    out: Ints = np.floor(exact).astype(np.int64)
+    out[np.argsort(out - exact, kind="stable")[: total - out.sum()]] += 1
+    return out
+
+
+def _draw(labels: Ints, wanted: Ints, seed: int, purpose: int) -> NDArray[np.bool_]:
+    chosen, numbers = np.zeros(len(labels), bool), generator(seed, 0, purpose)
+    for label, count in zip(np.unique(labels), wanted, strict=True):
+        chosen[numbers.permutation(np.flatnonzero(labels == label))[:count]] = True
+    return chosen
+
+
+def check_share(share: Any) -> float:
+    """The share of training that is held out for validation."""
+    if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share < 1:
+        raise ConfigError(f"the share for validation is {share!r}, expected a number from 0 to less than 1")
+    return float(share)
+
+
+def check_labels(labels: Ints, classes: int, what: str) -> Ints:
+    """Labels in range, or an error that shows the first that is not."""
+    wrong = np.flatnonzero(~_in_range(labels, classes))
+    if len(wrong):
+        first = int(wrong[0])
+        raise DataError(
+            f"{what}: sample {first} has label {labels[first]}, expected 0 to {classes - 1}; "
+            f"{len(wrong):,} of {len(labels):,} are out of range"
+        )
+    return labels
+
+
+def _in_range(labels: Any, classes: int) -> Any:
+    """Which labels there can be; where there are no classes, -1 alone."""
+    return (labels >= 0) & (labels < classes) if classes else labels == -1
+
+
+def digest(*pieces: Images | Ints | bytes | str) -> str:
+    """A SHA-256 over arrays and text, each with its length, in hex."""
+    found = hashlib.sha256()
+    for piece in pieces:
+        data: Any = piece.encode("utf-8", "surrogateescape") if isinstance(piece, str) else piece
+        if isinstance(data, np.ndarray):
+            data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        found.update(len(data).to_bytes(8, "little"))
+        found.update(data)
+    return found.hexdigest()

@@ -1,162 +1,345 @@
-"""Images in folders by class: any folder, and Cats & Dogs, whose archive has the same shape."""
+"""Image files: found in folders by class, checked, and decoded once, into memory or into a file that is mapped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import stat
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from spalier.data.archives import is_clutter, walk
-from spalier.data.augment import Recipe
-from spalier.data.images import SUFFIXES
-from spalier.data.places import missing, roots, zip_with
-from spalier.data.samples import IMAGENET, TEST, TRAIN, VALIDATION, Bad, File, Samples, photographs, small
-from spalier.data.splits import TEST_SEED, TEST_SHARE, held_out
-from spalier.data.text import shown, some
-from spalier.errors import DataError
+from spalier.data.data import BadFile, digest, held_out, limited
+from spalier.data.images import Images, Ints, center_square, decode, pillow, to_rgb, why_unusable
+from spalier.errors import ConfigError, DataError
+from spalier.text import first_few, printable
 
-PARTS = {
-    TRAIN: ("train", "training"),
-    VALIDATION: ("val", "valid", "validation"),
+TRAIN, VALIDATION, TEST, UNUSED = range(4)
+"""The split that a sample belongs to."""
+SPLIT_NAMES = {
+    TRAIN: ("train", "training", "trainval"),
+    VALIDATION: ("validation", "valid", "val", "dev"),
     TEST: ("test", "testing"),
 }
-ANIMALS = ("cats", "dogs")
-HALVES = {TRAIN: "training_set", TEST: "test_set"}
+"""What folders, and splits of other libraries, are called; the first is what messages say."""
+MAX_FILE_BYTES = 256 * 2**20
+CACHE_VERSION = 2
+"""Of what decoding does; a new number makes caches anew."""
+_TEST_SHARE, _TEST_SEED = 0.2, 2023
+_IMAGE_NAME = re.compile(r"\.(jpe?g|jpe|jfif|mpo|png|gif|bmp|webp|tiff?|p[bgnp]m|avif|jp2)$", re.IGNORECASE)
+_CLUTTER = {"thumbs.db", "desktop.ini", "_ds_store", "__macosx"}
 
-Found = tuple[File | Bad, int, int]
-"""A file, its label, its part."""
+
+@dataclass(frozen=True)
+class File:
+    """An image to be read: bytes, or an image of Pillow. ``size`` and ``stamp`` change when its contents do."""
+
+    name: str
+    size: int
+    stamp: int
+    read: Callable[[], Any]
 
 
-def by_class(folder: str, size: int | None, labels: bool) -> tuple[Samples, Recipe]:
-    """PATH/train/CLASS/* with val and test beside it, or PATH/CLASS/*; without labels, all images below PATH."""
-    root = Path(folder).expanduser()
-    if not folder or not root.is_dir():
-        raise DataError(
-            f"there is no folder {shown(root.absolute())}; expected folder:PATH with images by class"
+@dataclass(frozen=True)
+class Samples:
+    """What a source finds, before anything is decoded: files, their labels, and the split that each belongs to."""
+
+    classes: tuple[str, ...]
+    labels: Ints
+    splits: Ints
+    files: tuple[File, ...]
+    notes: tuple[str, ...] = ()
+    bad: tuple[BadFile, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def at(self, rows: Ints) -> Samples:
+        """Some of the samples."""
+        files = tuple(self.files[i] for i in rows)
+        return replace(self, labels=self.labels[rows], splits=self.splits[rows], files=files)
+
+    def with_note(self, note: str) -> Samples:
+        """The same with something that the summary will say."""
+        return replace(self, notes=(*self.notes, note))
+
+    def with_classes(self, wanted: Sequence[str]) -> Samples:
+        """The samples of some classes, numbered in the order given."""
+        unknown = [name for name in wanted if name not in self.classes]
+        if unknown or len(set(wanted)) < len(wanted):
+            raise ConfigError(
+                f"classes asks for {first_few(unknown) if unknown else 'one twice'}, expected different ones of "
+                f"{first_few(self.classes, 20)}"
+            )
+        numbers = np.full(len(self.classes) + 1, -1)  # the last is for the label -1, which stays what it is
+        numbers[[self.classes.index(name) for name in wanted]] = np.arange(len(wanted))
+        rows = np.flatnonzero(numbers[self.labels] >= 0)
+        return replace(self.at(rows), classes=tuple(wanted), labels=numbers[self.labels[rows]])
+
+    def with_limit(self, most: int, seed: int) -> Samples:
+        """At most so many training samples, of all classes."""
+        training = np.flatnonzero(self.splits == TRAIN)
+        keep = np.ones(len(self), bool)
+        keep[training] = limited(self.labels[training], most, seed)
+        note = f"max_train_samples: {keep[training].sum():,} of {len(training):,} training samples"
+        return self if keep.all() else self.at(np.flatnonzero(keep)).with_note(note)
+
+    def with_test(self) -> Samples:
+        """The same with a share of each training class as the test split, whatever the seed, if there is none yet."""
+        if (self.splits == TEST).any() or not (self.splits == TRAIN).any():
+            return self
+        note = f"test: {_TEST_SHARE:.0%} of each class taken from training, the same whatever the seed"
+        return self._held_out(_TEST_SHARE, _TEST_SEED, TEST).with_note(note)
+
+    def with_validation(self, share: float, seed: int) -> Samples:
+        """The set's own validation split, or a share of each training class."""
+        own = self.splits == VALIDATION
+        if own.any():
+            note = f"validation: the set's own{'' if share else f' {own.sum():,} are not used'}"
+            splits = self.splits if share else np.where(own, UNUSED, self.splits)
+            return replace(self, splits=splits).with_note(note)
+        if share == 0:
+            return self
+        counts = np.bincount(self.labels[self.splits == TRAIN] + 1)[1:]
+        single = [self.classes[i] for i in np.flatnonzero(counts == 1)]
+        found = self._held_out(share, seed, VALIDATION)
+        return (
+            found.with_note(f"validation: none of {first_few(single)}, of one sample each")
+            if single
+            else found
         )
-    split, others = _parts(root, labels)
-    top = split or {TRAIN: root}
-    classes = _classes(top) if labels else ()
-    prefix = {part: path.name if split else "" for part, path in top.items()}
-    found = [f for part, path in top.items() for f in _listed(path, prefix[part], part, classes)]
-    samples = _samples(classes, found)
-    if others:
-        samples = samples.noted(f"not looked at: {some(others)}")
-    return samples if TEST in split else tested(samples), recipe_of(size)
+
+    def _held_out(self, share: float, seed: int, split: int) -> Samples:
+        splits, training = self.splits.copy(), np.flatnonzero(self.splits == TRAIN)
+        splits[training[held_out(self.labels[training], share, seed)]] = split
+        return replace(self, splits=splits)
 
 
-def recipe_of(size: int | None) -> Recipe:
-    """Images of up to 64 are small ones, larger ones photographs."""
-    return photographs(size or 224) if (size or 224) > 64 else small(size or 224, *IMAGENET)
+# -- finding files ----------------------------------------------------------------------------------------------------
 
 
-def _parts(root: Path, labels: bool) -> tuple[dict[int, Path], list[str]]:
-    """The folders of parts, if there is one for training that has folders in turn; and what else is there."""
+def find_in_folder(path: str, labels: bool) -> Samples:
+    """PATH/train/CLASS/* with val and test beside it, or PATH/CLASS/*; without labels, all images below PATH."""
+    root = Path(path).expanduser()
+    if not root.is_dir():
+        raise DataError(
+            f"there is no folder {printable(root.absolute())}; expected folder:PATH with images by class"
+        )
+    split_folders, others = _split_folders(root, labels)
+    folders = split_folders or {TRAIN: root}
+    classes = _classes(folders) if labels else ()
+    found = [
+        (file, label, split)
+        for split, folder in folders.items()
+        for file, label in _files(folder, folder.name if split_folders else "", classes)
+    ]
+    good = [(file, label, split) for file, label, split in found if isinstance(file, File)]
+    samples = Samples(
+        classes,
+        labels=np.array([label for _, label, _ in good], np.int64),
+        splits=np.array([split for _, _, split in good], np.int64),
+        files=tuple(file for file, _, _ in good),
+        notes=(f"not looked at: {first_few(others)}",) if others else (),
+        bad=tuple(file for file, _, _ in found if isinstance(file, BadFile)),
+    )
+    return samples if TEST in split_folders else samples.with_test()
+
+
+def _split_folders(root: Path, labels: bool) -> tuple[dict[int, Path], list[str]]:
+    """The folders of splits, if there is one for training with classes in it; and what else is there."""
     folders = _folders(root)
-    named = {part: [n for n in folders if n.lower() in names] for part, names in PARTS.items()}
-    train = named[TRAIN]
-    if not train or (labels and not any(_folders(root / name) for name in train)):
-        if folders and sum(map(len, named.values())) == len(folders) and labels:
+    named = {split: [n for n in folders if n.lower() in names] for split, names in SPLIT_NAMES.items()}
+    # "train" is also a vehicle: a class, unless there are folders of classes in it.
+    if not named[TRAIN] or (labels and not any(_folders(root / name) for name in named[TRAIN])):
+        if labels and folders and sum(map(len, named.values())) == len(folders):
             raise DataError(
-                f"{shown(root)} has {some(folders)}, expected train/CLASS/ among them, or CLASS/ alone"
+                f"{printable(root)} has {first_few(folders)}, expected train/CLASS/ among them, or CLASS/ alone"
             )
         return {}, []
-    doubled = [names for names in named.values() if len(names) > 1]
-    if doubled:
-        raise DataError(f"{shown(root)} has {some(doubled[0])}, expected one of them; leave or rename one")
-    parts = {part: root / names[0] for part, names in named.items() if names}
-    return parts, [n for n in folders if root / n not in parts.values()]
+    for names in named.values():
+        if len(names) > 1:
+            raise DataError(
+                f"{printable(root)} has {first_few(names)}, expected one of them; leave or rename one"
+            )
+    splits = {split: root / names[0] for split, names in named.items() if names}
+    return splits, [name for name in folders if root / name not in splits.values()]
+
+
+def _classes(folders: dict[int, Path]) -> tuple[str, ...]:
+    classes = _folders(folders[TRAIN])
+    if not classes:
+        raise DataError(
+            f"{printable(folders[TRAIN])} has no folders of classes; expected CLASS/image.jpg, or labels=False for "
+            "images without classes"
+        )
+    for folder in folders.values():
+        unknown = sorted(set(_folders(folder)) - set(classes))
+        if unknown:
+            raise DataError(
+                f"{printable(folder)} has classes that training has not: {first_few(unknown)}; remove or add them"
+            )
+    return tuple(classes)
+
+
+def _files(folder: Path, prefix: str, classes: Sequence[str]) -> Iterator[tuple[File | BadFile, int]]:
+    """Each file of a split with its label; -1 where there are no classes."""
+    if not classes:
+        yield from ((file, -1) for file in _walk(folder, prefix or ".", set()))
+        return
+    for entry in sorted(folder.iterdir()):
+        name = f"{prefix}/{entry.name}".lstrip("/")
+        if _is_clutter(entry.name):
+            continue
+        if entry.is_dir():
+            for file in _walk(entry, name, set()):
+                yield file, classes.index(entry.name)
+        elif _IMAGE_NAME.search(entry.name):
+            yield BadFile(name, "an image outside of the folders of classes"), -1
 
 
 def _folders(path: Path) -> list[str]:
     try:
-        return sorted(p.name for p in path.iterdir() if p.is_dir() and not is_clutter(p.name))
+        return sorted(p.name for p in path.iterdir() if p.is_dir() and not _is_clutter(p.name))
     except OSError as error:
-        raise DataError(f"{shown(path)} cannot be listed: {error.strerror or error}") from error
+        raise DataError(f"{printable(path)} cannot be listed: {error.strerror or error}") from error
 
 
-def _classes(parts: dict[int, Path]) -> tuple[str, ...]:
-    classes = _folders(parts[TRAIN])
-    for path in parts.values():
-        strange = sorted(set(_folders(path)) - set(classes))
-        if strange:
-            raise DataError(
-                f"{shown(path)} has classes that training has not: {some(strange)}; remove or add them"
-            )
-    if not classes:
-        raise DataError(
-            f"{shown(parts[TRAIN])} has no folders of classes; expected CLASS/image.jpg, or labels=False for images "
-            "without classes"
-        )
-    return tuple(classes)
-
-
-def _listed(path: Path, prefix: str, part: int, classes: Sequence[str]) -> Iterable[Found]:
-    if not classes:
-        for file in walk(path, prefix or "."):
-            yield file, -1, part
-        return
-    for entry in sorted(path.iterdir()):
-        if entry.suffix.lower() in SUFFIXES and not is_clutter(entry.name) and not entry.is_dir():
-            yield (
-                Bad(f"{prefix}/{entry.name}".lstrip("/"), "an image outside of the folders of classes"),
-                -1,
-                part,
-            )
-    for name in sorted(set(classes) & set(_folders(path))):
-        for file in walk(path / name, f"{prefix}/{name}".lstrip("/")):
-            yield file, classes.index(name), part
-
-
-def _samples(classes: tuple[str, ...], found: Iterable[Found]) -> Samples:
-    good, bad = [], []
-    for file, label, part in found:
-        if isinstance(file, File):
-            good.append((file, label, part))
+def _walk(path: Path, name: str, seen: set[tuple[int, int]]) -> Iterator[File | BadFile]:
+    """All files below a folder in the order of their names. Links are followed; each folder is read once."""
+    try:
+        found = path.stat()
+        if stat.S_ISREG(found.st_mode):
+            yield File(name, found.st_size, found.st_mtime_ns, path.read_bytes)
+        elif not stat.S_ISDIR(found.st_mode):  # pipes and devices are never opened
+            yield BadFile(name, "not a regular file")
+        elif (found.st_dev, found.st_ino) in seen:
+            yield BadFile(name, "a link to a folder that is read already")
         else:
-            bad.append(file)
-    labels, parts = (np.array([row[i] for row in good], np.int64) for i in (1, 2))
-    return Samples(classes, labels, parts, files=tuple(row[0] for row in good), bad=tuple(bad))
+            seen.add((found.st_dev, found.st_ino))
+            for entry in sorted(entry.name for entry in path.iterdir()):
+                if not _is_clutter(entry):
+                    yield from _walk(path / entry, f"{name}/{entry}", seen)
+    except OSError as error:
+        broken = path.is_symlink() and not path.exists()
+        yield BadFile(name, "broken link" if broken else f"unreadable: {error.strerror or error}")
 
 
-def tested(samples: Samples) -> Samples:
-    """A fifth of each class for the test, where there is none."""
-    parts, training = samples.parts.copy(), np.flatnonzero(samples.parts == TRAIN)
-    if len(training):
-        parts[training[held_out(samples.labels[training], TEST_SHARE, TEST_SEED)]] = TEST
-    note = f"test: {TEST_SHARE:.0%} of each class taken from training, the same whatever the seed"
-    return replace(samples, parts=parts).noted(note)
+def _is_clutter(name: str) -> bool:
+    """True for hidden files, and for what operating systems leave behind."""
+    return name.startswith(".") or name.lower() in _CLUTTER
 
 
-def cats_and_dogs(folder: Path, size: int | None) -> tuple[Samples, Recipe]:
-    """training_set and test_set with cats and dogs each, as folders or in a zip archive; nested twice too."""
-    for root in roots(folder, ["catsanddogs", "catsdogs", "cat-and-dog"]):
-        if all((root / half).is_dir() for half in HALVES.values()):
-            return _samples(ANIMALS, _halves(root)), photographs(size or 224)
-        packed = zip_with(root, "training_set/")
-        if packed is not None:
-            return _samples(ANIMALS, _unpacked(packed[1])), photographs(size or 224)
-    looked_for = [
-        *(f"{half}/{animal}/" for half in HALVES.values() for animal in ANIMALS),
-        "a zip archive of them",
-    ]
-    origin = "https://www.kaggle.com/datasets/tongpython/cat-and-dog"
-    raise missing("catsanddogs", folder, looked_for, origin)
+# -- decoding them ----------------------------------------------------------------------------------------------------
 
 
-def _halves(root: Path) -> Iterable[Found]:
-    for part, half in HALVES.items():
-        inner = root / half / half if (root / half / half).is_dir() else root / half
-        for label, animal in enumerate(ANIMALS):
-            for file in walk(inner / animal, f"{half}/{animal}"):
-                yield file, label, part
+@dataclass(frozen=True)
+class Decoded:
+    """Images of all files (n, side, side, 3), what is wrong with which, and a digest of each file's contents."""
+
+    images: Images
+    wrong: dict[int, str]
+    digests: Sequence[str]
 
 
-def _unpacked(files: Sequence[File]) -> Iterable[Found]:
-    for part, half in HALVES.items():
-        for label, animal in enumerate(ANIMALS):
-            places = (f"{half}/{animal}/", f"{half}/{half}/{animal}/")
-            for file in sorted((f for f in files if f.name.startswith(places)), key=lambda f: f.name):
-                yield file, label, part
+def decode_files(files: Sequence[File], side: int, cache_folder: str | os.PathLike[str] | None) -> Decoded:
+    """Read and decode all files, or take what a cache has of exactly these."""
+    pillow()  # a missing library is no fault of the first file
+    shape = (len(files), side, side, 3)
+    try:
+        if cache_folder is None:
+            return _decode_into(np.zeros(shape, np.uint8), files)
+        return _decode_with_cache(files, shape, Path(cache_folder).expanduser())
+    except MemoryError as error:
+        raise DataError(
+            f"memory ran out: {len(files):,} images of {side}x{side} take {np.prod(shape):,} bytes; pass "
+            "cache_folder= to keep them in a file, a smaller image_size, or max_train_samples"
+        ) from error
+
+
+def _decode_into(images: Images, files: Sequence[File]) -> Decoded:
+    wrong: dict[int, str] = {}
+    digests = [""] * len(files)
+
+    def decode_one(i: int) -> None:
+        if files[i].size > MAX_FILE_BYTES:
+            wrong[i] = f"too large: {files[i].size:,} bytes, at most {MAX_FILE_BYTES:,} are read"
+            return
+        try:
+            found = files[i].read()
+            if found == b"":
+                wrong[i] = "empty: 0 bytes"
+                return
+            image = to_rgb(decode(found) if isinstance(found, bytes) else found)
+            images[i] = center_square(image, images.shape[1])
+            digests[i] = hashlib.sha256(
+                found if isinstance(found, bytes) else images[i].tobytes()
+            ).hexdigest()
+        except MemoryError:
+            raise
+        except Exception as error:
+            wrong[i] = why_unusable(error)
+
+    threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+    with warnings.catch_warnings():  # out here, since all threads share the filters
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+        warnings.filterwarnings("ignore", category=pillow().DecompressionBombWarning)  # checked by us
+        try:
+            for _ in threads.map(decode_one, range(len(files))):
+                pass
+        finally:
+            threads.shutdown(cancel_futures=True)  # an interrupt does not wait for all the rest
+    return Decoded(images, wrong, digests)
+
+
+def _decode_with_cache(files: Sequence[File], shape: tuple[int, ...], folder: Path) -> Decoded:
+    """Images in an ``.npy`` file that is mapped, beside a record of what they were made of."""
+    listing = (f"{file.name}\0{file.size}\0{file.stamp}" for file in files)
+    key = digest(f"{CACHE_VERSION}\0{shape[1]}", *listing)
+    array, record = folder / f"{key[:24]}.npy", folder / f"{key[:24]}.json"
+    if record.exists():
+        try:
+            return _read_cache(array, record, key, shape)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            text = printable(f"{type(error).__name__}: {error}")
+            logging.getLogger("spalier").warning("the cache %s is made anew: %s", printable(array), text)
+    scratch = array.with_name(f".{array.name}.{os.getpid()}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        images = np.lib.format.open_memmap(scratch, "w+", np.uint8, shape)
+        if hasattr(
+            os, "posix_fallocate"
+        ):  # take the space now: a disk that is full later would kill the process
+            with scratch.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, scratch.stat().st_size)
+        decoded = _decode_into(images, files)
+        if decoded.wrong:  # nothing is kept: bad files are looked at again next time
+            return decoded
+        images.flush()
+        scratch.replace(array)
+        record.write_text(json.dumps({"key": key, "digests": decoded.digests}) + "\n")
+        return _read_cache(array, record, key, shape)
+    except OSError as error:
+        raise DataError(
+            f"the cache {printable(folder)} cannot be written: {error.strerror or error}; it needs "
+            f"{np.prod(shape):,} bytes: pass another cache_folder, or none to hold the images in memory"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):  # there may be no such file or folder
+            scratch.unlink()
+
+
+def _read_cache(array: Path, record: Path, key: str, shape: tuple[int, ...]) -> Decoded:
+    found = json.loads(record.read_text())
+    images = np.load(array, mmap_mode="r", allow_pickle=False)
+    if found["key"] != key or images.shape != shape or images.dtype != np.uint8:
+        raise ValueError("it is of other images")
+    return Decoded(images, {}, found["digests"])

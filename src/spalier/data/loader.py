@@ -14,12 +14,12 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
-from spalier.data.augment import ORDER, Ints, check_augment, numbers
-from spalier.data.part import Part
-from spalier.data.text import whole
+from spalier.data.data import Split
+from spalier.data.images import ORDER, Ints, check_augment, generator
 from spalier.errors import ConfigError, DataError, SpalierError
+from spalier.text import check_integer
 
 Augment = Literal["own", "flip-crop", "crop", "flip", "none"]
 Batch = tuple[Tensor, Tensor]
@@ -27,14 +27,14 @@ _Key = tuple[int, Ints]
 
 
 class Loader:
-    """Batches of a part, by epoch.
+    """Batches of a split, by epoch.
 
-    ``batch_size`` samples are one batch of all ``world`` processes together; this one, number ``rank``, gets every
-    world-th of them. Order and augmentation follow from ``seed``, the epoch and the sample, so any batch can be had
-    again. A shuffled loader augments as suits the samples (``"own"``), another one not at all, unless ``augment``
-    says otherwise.
+    A batch of ``batch_size`` samples is shared by ``world_size`` processes: number ``rank`` gets every
+    world_size-th sample of it. Order and augmentation depend on ``seed``, the epoch and the sample alone, so that any
+    batch can be had again. A shuffled loader augments as suits the samples (``"own"``); another one does not
+    augment, unless ``augment`` says otherwise.
 
-    >>> from spalier.data.open import open_data
+    >>> from spalier.data import open_data
     >>> data = open_data("digits")
     >>> images, labels = next(Loader(data.train, batch_size=32).epoch(0))
     >>> images.shape, labels.shape
@@ -43,7 +43,7 @@ class Loader:
 
     def __init__(
         self,
-        part: Part,
+        split: Split,
         batch_size: int = 256,
         seed: int = 0,
         augment: Augment | None = None,
@@ -51,31 +51,30 @@ class Loader:
         shuffle: bool = True,
         drop_last: bool = True,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
     ) -> None:
-        if len(part) == 0:
-            raise DataError("there is nothing to load: the part has no samples")
-        self.part, self.seed, self.shuffle, self.drop_last = part, whole("seed", seed), shuffle, drop_last
-        self.batch_size, self.num_workers = (
-            whole("batch_size", batch_size, 1),
-            whole("num_workers", num_workers),
-        )
-        self.rank, self.world = whole("rank", rank), whole("world", world, 1)
+        if len(split) == 0:
+            raise DataError("there is nothing to load: the split has no samples")
+        self.split, self.shuffle, self.drop_last = split, shuffle, drop_last
+        self.seed = check_integer("seed", seed)
+        self.batch_size = check_integer("batch_size", batch_size, 1)
+        self.num_workers = check_integer("num_workers", num_workers)
+        self.rank, self.world_size = check_integer("rank", rank), check_integer("world_size", world_size, 1)
         self.augment = check_augment(("own" if shuffle else "none") if augment is None else augment)
         self._check_shares()
-        self._keys = _Keys()
+        self._keys: list[_Key] = []
         self._loader: DataLoader[Any] | None = None
         self._turn = 0
 
     def __len__(self) -> int:
         """Batches of an epoch, of all processes together."""
         if self.drop_last:
-            return max(1, len(self.part) // self.batch_size)
-        return -(-len(self.part) // self.batch_size)
+            return max(1, len(self.split) // self.batch_size)
+        return -(-len(self.split) // self.batch_size)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Batches number ``start``, ``start + 1``, ... of an epoch; a share without samples is left out."""
-        epoch, start = whole("epoch", epoch), whole("start", start)
+        epoch, start = check_integer("epoch", epoch), check_integer("start", start)
         if start > len(self):
             raise ConfigError(f"start is {start}, expected at most the {len(self)} batches of an epoch")
         keys = [(epoch, mine) for mine in self._shares(epoch, start) if len(mine)]
@@ -95,29 +94,29 @@ class Loader:
         self.close()
 
     def _check_shares(self) -> None:
-        if self.rank >= self.world:
-            raise ConfigError(f"rank is {self.rank}, expected less than the {self.world} processes")
-        only = min(self.batch_size, len(self.part)) if self.drop_last else self.batch_size
+        if self.rank >= self.world_size:
+            raise ConfigError(f"rank is {self.rank}, expected less than the {self.world_size} processes")
+        only = min(self.batch_size, len(self.split)) if self.drop_last else self.batch_size
         for together in (self.batch_size, only):
-            if together % self.world:
+            if together % self.world_size:
                 raise ConfigError(
-                    f"a batch of {together} cannot be shared equally by {self.world} processes; "
-                    f"pass a multiple of {self.world}, and no more than there are samples ({len(self.part):,})"
+                    f"a batch of {together} cannot be shared equally by {self.world_size} processes; "
+                    f"pass a multiple of {self.world_size}, and no more than there are samples ({len(self.split):,})"
                 )
 
     def _shares(self, epoch: int, start: int) -> Iterator[Ints]:
-        count = len(self.part)
-        order = numbers(self.seed, epoch, ORDER).permutation(count) if self.shuffle else np.arange(count)
+        count = len(self.split)
+        order = generator(self.seed, epoch, ORDER).permutation(count) if self.shuffle else np.arange(count)
         for i in range(start, len(self)):
-            yield order[i * self.batch_size : (i + 1) * self.batch_size][self.rank :: self.world]
+            yield order[i * self.batch_size : (i + 1) * self.batch_size][self.rank :: self.world_size]
 
     def _directly(self, keys: list[_Key]) -> Iterator[Batch]:
         for epoch, indices in keys:
-            yield self.part.fetch(indices, epoch, seed=self.seed, augment=self.augment)
+            yield self.split.fetch(indices, epoch, seed=self.seed, augment=self.augment)
 
     def _from_workers(self, keys: list[_Key]) -> Iterator[Batch]:
         self._turn += 1
-        turn, self._keys.keys = self._turn, keys
+        turn, self._keys[:] = self._turn, keys
         if not keys:
             return
         batches = self._started()
@@ -132,7 +131,7 @@ class Loader:
     def _started(self) -> Iterator[Batch | SpalierError]:
         if self._loader is None:
             self._loader = DataLoader(
-                _Batches(self.part, self.seed, self.augment),
+                _Batches(self.split, self.seed, self.augment),
                 sampler=self._keys,
                 batch_size=None,
                 num_workers=self.num_workers,
@@ -155,29 +154,16 @@ def _as_a_worker(_: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-class _Keys(Sampler[_Key]):
-    """The batches of the current epoch, as numbers of samples."""
-
-    def __init__(self) -> None:
-        self.keys: list[_Key] = []
-
-    def __iter__(self) -> Iterator[_Key]:
-        return iter(self.keys)
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-
 class _Batches(Dataset[Any]):
     """Whole batches by key, so that a worker does all of the work. Errors come back as values, unwrapped."""
 
-    def __init__(self, part: Part, seed: int, augment: str) -> None:
-        self.part, self.seed, self.augment = part, seed, augment
+    def __init__(self, split: Split, seed: int, augment: str) -> None:
+        self.split, self.seed, self.augment = split, seed, augment
 
     def __getitem__(self, key: _Key) -> Batch | SpalierError:
         epoch, indices = key
         try:
-            return self.part.fetch(indices, epoch, seed=self.seed, augment=self.augment)
+            return self.split.fetch(indices, epoch, seed=self.seed, augment=self.augment)
         except SpalierError as error:
             error.add_note("".join(traceback.format_exception(error)))  # a traceback cannot be sent
             return error

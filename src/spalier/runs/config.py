@@ -22,6 +22,11 @@ from spalier.tasks.container import check_name
 SELECT_OPTIONS = ("normalise", "aggregate", "min_keep", "round_to", "protect", "rank")
 FILLED = frozenset({"name", "network_options", "final_epochs"}.union(*RECIPES.values()))
 """Settings that follow from others where nobody gives them."""
+SMALL_DATA = frozenset(
+    f"torchvision:{name}"
+    for name in ("CIFAR10", "CIFAR100", "FashionMNIST", "KMNIST", "MNIST", "SVHN", "USPS")
+) | {"digits"}
+"""Data sets whose own images are of up to 64 pixels."""
 STEMMED = ("resnet18", "resnet34", "resnet50")
 """Networks that have two stems."""
 FREE = frozenset({"num_workers", "cache_folder", "data_folder", "checkpoint_seconds", "trackers"})
@@ -42,7 +47,7 @@ class Settings:
         weights: a file of pretrained weights: safetensors, or .pth with tensors alone.
         head: the classifier's module; by default it is looked for.
         start_task: a task file to begin with, instead of a first block.
-        data: digits, cifar10, cifar100, flowers102, catsanddogs, folder:PATH or hf:NAME.
+        data: digits, torchvision:NAME, hf:NAME or folder:PATH.
         data_folder: where data sets lie; by default the environment variable SPALIER_DATA, or ./data.
         image_size: the side of the images.
         classes: the classes to learn, of those that the data have; by default all.
@@ -98,7 +103,7 @@ class Settings:
         checkpoint_seconds: how much work may be lost, at most, when a run is killed.
         trackers: besides metrics.jsonl: "auto" (TensorBoard where it is installed), or names that Accelerate knows.
 
-    >>> config = Settings(recipe="paper", data="cifar10", rank=32)
+    >>> config = Settings(recipe="paper", data="torchvision:CIFAR10", rank=32)
     >>> config.epochs, config.lr, config.targets()[:3], len(config.targets())
     (30, 0.01, (0.95, 0.9, 0.85), 19)
     """
@@ -184,7 +189,7 @@ class Settings:
         object.__setattr__(self, name, value)
 
     def _is_small(self) -> bool:
-        small = self.data in ("digits", "cifar10", "cifar100")
+        small = self.data in SMALL_DATA
         return self.image_size <= 64 if self.image_size is not None else small
 
     @classmethod

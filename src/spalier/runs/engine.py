@@ -20,9 +20,7 @@ from torch.optim import Optimizer
 
 from spalier.adapters.attach import attach_, detach_, fuse
 from spalier.criteria.score import Scores, score
-from spalier.data.data import Data
-from spalier.data.loader import Loader
-from spalier.data.part import Part
+from spalier.data import Data, Loader, Split
 from spalier.distributed import wait_for_all
 from spalier.errors import DataError, NonFiniteError, RunError, TaskFileError
 from spalier.networks import logits_of
@@ -368,7 +366,7 @@ class Engine:
         teacher = self.teacher if not self.config.labels else None
         return Samples(self.data.train, chosen, self.batch_size, self._placed, teacher)
 
-    def _evaluated(self, net: nn.Module, part: Part) -> Evaluation:
+    def _evaluated(self, net: nn.Module, part: Split) -> Evaluation:
         self._seed("evaluate")
         loader = self._loader(part, shuffle=False)
         teacher = self.teacher if bool((part.labels < 0).all()) else None
@@ -519,7 +517,7 @@ class Engine:
         """Networks may draw numbers in eval mode too."""
         torch.manual_seed(seed_of(self.config.seed, what, self.at.block, self.at.epoch))
 
-    def _loader(self, part: Part, *, shuffle: bool) -> Loader:
+    def _loader(self, part: Split, *, shuffle: bool) -> Loader:
         return Loader(
             part,
             batch_size=self.batch_size,
@@ -529,7 +527,7 @@ class Engine:
             shuffle=shuffle,
             drop_last=shuffle,
             rank=self.machine.rank,
-            world=self.machine.world,
+            world_size=self.machine.world,
         )
 
     def _placed(self, images: Tensor) -> Tensor:

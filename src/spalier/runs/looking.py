@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spalier.criteria.score import Scores, normalised
-from spalier.data.part import Part
+from spalier.data import Split
 from spalier.networks import logits_of
 from spalier.pruning.plan import Plan
 
@@ -66,7 +66,7 @@ def _counts(values: Any, edges: Any) -> list[int]:
 
 
 @torch.no_grad()
-def examples(net: nn.Module, part: Part, place: Any, batch: int) -> tuple[dict[str, Any], bytes] | None:
+def examples(net: nn.Module, part: Split, place: Any, batch: int) -> tuple[dict[str, Any], bytes] | None:
     """A few samples of each class that the network is surest of, wrong ones and right ones, their images as one PNG.
 
     None where samples are no images, or have no labels.

@@ -41,7 +41,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 """Settings by recipe."""
 
-_LONGER = {"epochs": 100, "epochs_per_prune": 50}  # the paper's, for its two smaller sets of larger images
+_LONGER = {"epochs": 100, "epochs_per_prune": 50}  # the paper's, for its smaller sets of larger images
 
 
 def settings(recipe: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def settings(recipe: str, given: Mapping[str, Any]) -> dict[str, Any]:
         }
     if recipe == "fast" and _has_schedule(given):
         found |= {"schedule": "iterative", "final_density": 0.1}
-    if recipe == "paper" and given["data"] in ("flowers102", "catsanddogs"):
+    if recipe == "paper" and given["data"] == "torchvision:Flowers102":
         found |= _LONGER
     if recipe == "fast" and given["method"] == "fine-pruning":
         found["lr"] = 1e-3  # whole weights move further at the same rate than two thin factors do

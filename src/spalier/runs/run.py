@@ -14,8 +14,7 @@ from torch import nn
 
 from spalier.adapters.attach import detach_
 from spalier.adapters.attachment import is_marked
-from spalier.data.data import Data
-from spalier.data.open import open_data
+from spalier.data import Data, open_data
 from spalier.distributed import from_first_rank
 from spalier.errors import AttachmentError, ConfigError, RunError, SpalierError
 from spalier.networks import head_of, logits_of, open_network
@@ -81,7 +80,7 @@ def _with_given(config: Settings, network: nn.Module | None, data: Data | None) 
     if data is not None:
         if not isinstance(data, Data):
             raise ConfigError(
-                f"data is a {type(data).__name__}, expected spalier.data.data.Data; Data.of(dataset) makes it"
+                f"data is a {type(data).__name__}, expected spalier.data.Data; Data.of(dataset) makes it"
             )
         _refuse(
             config,
@@ -209,13 +208,14 @@ def _data(config: Settings) -> Data:
     return open_data(
         config.data,
         folder=config.data_folder,
-        size=config.image_size,
-        validation=config.validation_split,
+        image_size=config.image_size,
+        validation_split=config.validation_split,
         seed=config.seed,
         skip_bad=config.skip_bad,
-        labels=config.labels or ":" not in config.data,  # those by name have some, if only to be judged by
-        cache=config.cache_folder,
-        limit=config.max_train_samples,
+        labels=config.labels
+        or not config.data.startswith(("folder:", "hf:")),  # others have some to be judged by
+        cache_folder=config.cache_folder,
+        max_train_samples=config.max_train_samples,
         classes=config.classes,
     )
 

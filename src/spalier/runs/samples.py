@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spalier.data.part import Part
+from spalier.data import Split
 from spalier.networks import logits_of
 from spalier.runs import losses
 
@@ -19,7 +19,7 @@ class Samples:
 
     def __init__(
         self,
-        part: Part,
+        part: Split,
         indices: np.ndarray[Any, Any],
         batch: int,
         placed: Callable[[Tensor], Tensor],

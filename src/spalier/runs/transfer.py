@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from spalier.data.data import Data
+from spalier.data import Data
 from spalier.runs.config import Settings
 from spalier.runs.results import Results
 from spalier.runs.run import run
@@ -19,7 +19,7 @@ class TransferPruning(Settings):
 
     Its settings are those of `spalier.runs.config.Settings`, all of them keywords; most have a value by recipe.
 
-    >>> config = TransferPruning(recipe="paper", data="cifar10", network="resnet50", rank=8)
+    >>> config = TransferPruning(recipe="paper", data="torchvision:CIFAR10", network="resnet50", rank=8)
     >>> config.epochs, config.epochs_per_prune, len(config.targets())
     (30, 20, 19)
     """

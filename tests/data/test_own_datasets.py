@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 from pictures import picture
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from spalier.data.data import Data
-from spalier.data.given import listed
-from spalier.data.loader import Loader
+from spalier.data import Data, Loader
+from spalier.data.data import listed_labels
 from spalier.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -56,24 +55,24 @@ def states():
 
 
 def test_random_transforms_depend_on_seed_epoch_and_sample():
-    part = Data.of(Noisy()).train
+    split = Data.of(Noisy()).train
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
     before = states()
-    every = part.fetch(np.arange(6), 2, seed=7)[0]
+    every = split.fetch(np.arange(6), 2, seed=7)[0]
     assert states() == before
     random.seed(9), np.random.seed(9), torch.manual_seed(9)
-    assert torch.equal(part.fetch(np.array([4, 1]), 2, seed=7)[0], every[[4, 1]])
-    others = [part.fetch(np.arange(6), e, seed=s)[0] for e, s in ((3, 7), (2, 8), (None, 7), (0, 7))]
+    assert torch.equal(split.fetch(np.array([4, 1]), 2, seed=7)[0], every[[4, 1]])
+    others = [split.fetch(np.arange(6), e, seed=s)[0] for e, s in ((3, 7), (2, 8), (None, 7), (0, 7))]
     assert all((every != other).all() for other in others)
     assert every.unique().numel() == 18
-    assert torch.equal(part.fetch(np.arange(6), None, seed=7)[0], others[2])
-    assert torch.equal(part.fetch(np.arange(6), 5, seed=7, augment="none")[0], others[2])
+    assert torch.equal(split.fetch(np.arange(6), None, seed=7)[0], others[2])
+    assert torch.equal(split.fetch(np.arange(6), 5, seed=7, augment="none")[0], others[2])
 
 
 def test_random_transforms_are_the_same_in_workers():
-    part = Data.of(Noisy()).train
-    alone = list(Loader(part, batch_size=2, seed=3).epoch(1))
-    with Loader(part, batch_size=2, seed=3, num_workers=2) as loader:
+    split = Data.of(Noisy()).train
+    alone = list(Loader(split, batch_size=2, seed=3).epoch(1))
+    with Loader(split, batch_size=2, seed=3, num_workers=2) as loader:
         shared = list(loader.epoch(1))
     assert len(shared) == 3
     for (x, y), (z, w) in zip(alone, shared, strict=True):
@@ -84,14 +83,15 @@ def test_random_transforms_are_the_same_in_workers():
 def test_labels_are_taken_from_where_they_are_listed():
     targets = images([0, 1, 2], targets=[0, 1, 2])
     tensors = TensorDataset(torch.rand(4, 3, 2, 2), torch.tensor([2, 1, 0, 1]))
-    assert listed(targets).tolist() == [0, 1, 2]
-    assert listed(images([0, 1], labels=np.array([0, 1]))).tolist() == [0, 1]
-    assert listed(Subset(tensors, [3, 0])).tolist() == [1, 2]
-    assert listed(ConcatDataset([targets, Subset(tensors, [0])])).tolist() == [0, 1, 2, 2]
-    assert listed(ConcatDataset([targets, images([1])])) is None
-    assert listed(images([0, 1], targets=[0])) is None  # of another length
-    assert listed(images([0, 1], targets=["a", "b"])) is None
-    assert listed(images([0, 1], targets=[1, 0], target_transform=lambda n: 1 - n)) is None
+    assert listed_labels(targets).tolist() == [0, 1, 2]
+    assert listed_labels(images([0, 1], labels=np.array([0, 1]))).tolist() == [0, 1]
+    assert listed_labels(images([0, 1], _labels=[0, 1])).tolist() == [0, 1]
+    assert listed_labels(Subset(tensors, [3, 0])).tolist() == [1, 2]
+    assert listed_labels(ConcatDataset([targets, Subset(tensors, [0])])).tolist() == [0, 1, 2, 2]
+    assert listed_labels(ConcatDataset([targets, images([1])])) is None
+    assert listed_labels(images([0, 1], targets=[0])) is None  # of another length
+    assert listed_labels(images([0, 1], targets=["a", "b"])) is None
+    assert listed_labels(images([0, 1], targets=[1, 0], target_transform=lambda n: 1 - n)) is None
     assert targets.asked == 0
 
 
@@ -126,10 +126,10 @@ def test_labels_that_cannot_be_are_refused(labels, options, says):
 
 def test_a_label_that_changes_is_noticed_when_it_is_fetched():
     dataset = images([0, 1, 0, 1], targets=[0, 1, 0, 1])
-    part = Data.of(dataset).train
+    split = Data.of(dataset).train
     dataset.items[2] = (dataset.items[2][0], 5)
     with pytest.raises(DataError, match="sample 2 has label 5"):
-        part.fetch(np.arange(4), 0)
+        split.fetch(np.arange(4), 0)
 
 
 def test_items_of_another_kind_are_refused():
@@ -189,9 +189,15 @@ def test_validation_is_a_share_or_a_dataset():
     own = Data.of(dataset, validation=images([1, 0, 1]))
     assert len(own.validation) == 3
     assert Data.of(dataset, validation=0).validation is None
-    with pytest.raises(ConfigError, match="validation is"):
+    with pytest.raises(ConfigError, match="share for validation is"):
         Data.of(dataset, validation=1.0)
     assert "mine: 2 classes" in data.summary()
+
+
+def test_loaders_give_their_dataset():
+    train, test = images([0, 1, 0, 1]), images([1, 0])
+    data = Data.of(DataLoader(train, batch_size=2), DataLoader(test), validation=DataLoader(test))
+    assert [split.dataset for split in (data.train, data.test, data.validation)] == [train, test, test]
 
 
 def test_names_of_classes_are_the_datasets_own():
