@@ -86,7 +86,8 @@ DATA_LAYERS = [{"images"}, {"data"}, {"folder", "loader"}, {"sources"}]
 INTEGRATIONS_LAYERS = [{"lightning", "transformers"}]
 REPORTING_LAYERS = [{"draw", "load"}, {"figures"}, {"comparisons"}, {"page"}]
 CLI_LAYERS = [
-    {"main", "opening", "demo"},
+    {"main", "demo"},
+    {"opening"},
     {"commands", "task_commands"},
 ]
 PACKAGES = {

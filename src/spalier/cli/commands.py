@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import shlex
-import shutil
-import sys
-import time
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,21 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import spalier
-from spalier.cli.main import Console, examples, json_option, pass_console
-from spalier.cli.opening import (
-    base_options,
-    load_tasks,
-    network_options,
-    numbers,
-    open_base,
-    read_config,
-    run_beside,
-    run_in,
-    settings_of,
-    shape_of,
-    task_files,
-    values_of,
-)
+from spalier.cli import opening
+from spalier.cli.main import EXISTING_FILE, EXISTING_FOLDER, FILE, FOLDER, Console, command
+from spalier.cli.opening import base_options, network_options, open_base, settings_option
 from spalier.errors import DataError
 
 if TYPE_CHECKING:
@@ -40,110 +24,66 @@ if TYPE_CHECKING:
     from spalier.runs.evaluating import Evaluation
     from spalier.tasks.task import Task
 
-SETTINGS = click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="A setting of the run, as in its file; repeatable.",
-)
 EVAL_BATCH_SIZE = 256
-BACKENDS = ("eager", "compiled", "onnxruntime")
+BACKENDS = "eager,compiled,onnxruntime"
 
 
-@click.command(epilog=examples("spalier demo", "spalier demo --folder elsewhere --seed 1"))
-@click.option(
-    "--folder", default="spalier-demo", type=click.Path(file_okay=False), help="Where everything goes."
-)
+@command()
+@click.option("--folder", default="spalier-demo", type=FOLDER, help="Where everything goes.")
 @click.option("--seed", default=0, type=click.IntRange(0, 2**63 - 1), help="Of everything random.")
-@json_option
-@pass_console
 def demo(console: Console, folder: str, seed: int) -> None:
     """One base, three tasks, two methods: about a minute, nothing to download.
 
     A small ResNet learns some of scikit-learn's digits and is frozen. Three further tasks are learned on it as SPLoRA
     task files at falling densities, next to fine-pruning; then the one base switches between them. Every number is
     measured here; a folder that holds a demo goes on with it, and what was learned there is not learned again.
+
+    Examples:
+        spalier demo
+        spalier demo --folder elsewhere --seed 1
     """
-    from spalier.cli.demo import run_demo
+    from spalier.cli.demo import run_demo, shown
 
-    start, before = time.perf_counter(), Path(folder, "runs").exists()
-    found = run_demo(
-        folder, seed, lambda text: console.note(f"[{time.perf_counter() - start:3.0f} s] {text}")
-    )
-    place = shlex.quote(folder)
-    run = f"{place}/runs/4to6-splora"
-    how = "learned before, in this folder; measured again in" if before else "made in"
-    following = [
-        f"report: {found.report}   (open it in a browser; {how} {found.seconds:.0f} s)",
-        "next:",
-        *(
-            f"  {_program()} {command}"
-            for command in (
-                f"task list {place}/tasks",
-                f"eval {run}",
-                f"bench {run} {run} --backends eager",
-                "train --data digits --network resnet8 --folder runs/digits",
-            )
-        ),
-    ]
-    console.show("\n".join(["", str(found), "", *following]), found.to_dict())
+    found = run_demo(Path(folder), seed, console.note)
+    console.show(shown(found), found)
 
 
-def _program() -> str:
-    """How the command line is called from here: by its name, or by its path where that is not looked up."""
-    beside = Path(sys.executable).parent / "spalier"
-    return "spalier" if shutil.which("spalier") or not beside.exists() else os.path.relpath(beside)
-
-
-@click.command(
-    epilog=examples(
-        "spalier trace resnet8 --shape 3,32,32",
-        "spalier trace torchvision:vit_b_16 --shape 3,224,224 --json",
-        "spalier trace my_package.networks:make --shape 3,64,64 --option width=32",
-    )
-)
+@command()
 @click.argument("network")
 @network_options
 @click.option("--shape", required=True, help="The shape of one input, such as 3,224,224.")
-@json_option
-@pass_console
 def trace(console: Console, network: str, shape: str, **options: Any) -> None:
     """Show which channels of a NETWORK are coupled, which are frozen, and why.
 
     NETWORK is resnet8, resnet20, resnet18, resnet34, resnet50, torchvision:NAME, timm:NAME, hf:NAME, module:function
     (which runs that code), or the folder of a run.
+
+    Examples:
+        spalier trace resnet8 --shape 3,32,32
+        spalier trace torchvision:vit_b_16 --shape 3,224,224 --json
+        spalier trace my_package.networks:make --shape 3,64,64 --option width=32
     """
     import torch
 
     net = open_base(network, **options)
-    structure = spalier.trace(net, torch.zeros(2, *shape_of(shape)))
+    structure = spalier.trace(net, torch.zeros(2, *opening.shape_of(shape)))
     console.show(structure, structure.to_dict())
 
 
 # train, sweep
 
 
-@click.command(
-    epilog=examples(
-        "spalier train --data digits --network resnet8 --set epochs=2 --set densities=0.5,0.2 --folder runs/digits",
-        "spalier train --folder runs/digits          # go on with it, or see what came out",
-        "spalier train config.yaml --set seed=3 --folder runs/seed3",
-        "spalier train --data folder:my/images --network timm:resnet50 --weights w.safetensors --folder runs/mine",
-    )
-)
-@click.argument("config", required=False, type=click.Path(exists=True, dir_okay=False))
-@click.option("--folder", required=True, type=click.Path(file_okay=False), help="Where the run is kept.")
+@command()
+@click.argument("config", required=False, type=EXISTING_FILE)
+@click.option("--folder", required=True, type=FOLDER, help="Where the run is kept.")
 @click.option("--data", help="digits, torchvision:NAME, hf:NAME or folder:PATH.")
 @click.option("--network", help="A network by name; `spalier trace --help` lists the forms.")
-@click.option("--weights", type=click.Path(dir_okay=False), help="A file of pretrained weights.")
+@click.option("--weights", type=FILE, help="A file of pretrained weights.")
 @click.option("--method", help="splora, sppara, lora or fine-pruning.")
 @click.option("--rank", help="The adapters' rank.")
 @click.option("--recipe", help="fast or paper.")
 @click.option("--seed", type=int, help="Of everything random.")
-@SETTINGS
-@json_option
-@pass_console
+@settings_option
 def train(
     console: Console,
     config: str | None,
@@ -156,17 +96,23 @@ def train(
 
     Settings come from a YAML or TOML file CONFIG, from options, or both. A folder that holds a run already goes on with
     it. The run can be stopped at any moment and goes on from its folder to the same bits.
+
+    Examples:
+        spalier train --data digits --network resnet8 --set epochs=2 --set densities=0.5,0.2 --folder runs/digits
+        spalier train --folder runs/digits          # go on with it, or see what came out
+        spalier train config.yaml --set seed=3 --folder runs/seed3
+        spalier train --data folder:my/images --network timm:resnet50 --weights w.safetensors --folder runs/mine
     """
     begun = (Path(folder) / "run.yaml").is_file()
     if rank is not None:  # 8, or 0.25 of the largest rank: --set knows how to read it
         settings = (*settings, f"rank={rank}")
     if named["weights"] is not None:  # the run may go on from another working directory
         named["weights"] = str(Path(named["weights"]).absolute())
-    changed = settings_of(settings, named)
+    changed = opening.settings_of(settings, named)
     if config is None and not changed and not begun:
         raise click.UsageError(f"{folder} holds no run yet: give a CONFIG file, or settings such as --data.")
     if config is not None:
-        read_config(config)
+        opening.read_config(config)
     source = config or (folder if begun else None)
     run = spalier.TransferPruning() if source is None else spalier.TransferPruning.load(source)
     results = (run.replace(**changed) if changed else run).run(folder, progress=not console.quiet)
@@ -175,29 +121,17 @@ def train(
     console.show(shown, {**results.to_dict(), "folder": str(results.folder)})
 
 
-@click.command(
-    epilog=examples(
-        "spalier sweep config.yaml --over seed=0,1,2 --over method=splora,fine-pruning --folder sweeps/methods",
-        "spalier sweep sweep.yaml --folder sweeps/ranks --jobs 2      # a file with `base` and `over`",
-        "spalier report sweeps/methods",
-    )
-)
-@click.argument("config", type=click.Path(exists=True, dir_okay=False))
-@click.option("--folder", required=True, type=click.Path(file_okay=False), help="Where the sweep is kept.")
-@SETTINGS
-@click.option(
-    "--over", multiple=True, metavar="KEY=V1,V2", help="Values to go through; repeatable, all combinations."
-)
+@command()
+@click.argument("config", type=EXISTING_FILE)
+@click.option("--folder", required=True, type=FOLDER, help="Where the sweep is kept.")
+@settings_option
+@click.option("--over", multiple=True, metavar="KEY=V1,V2", help="Values to go through, in all combinations.")
 @click.option("--jobs", type=click.IntRange(1), help="How many runs at once.")
 @click.option(
-    "--place", type=click.Choice(["local", "ray"]), default="local", help="This machine, or a Ray cluster."
+    "--place", type=click.Choice(["local", "ray"]), default="local", help="Here, or on a Ray cluster."
 )
-@click.option(
-    "--retries", type=click.IntRange(0), default=1, help="How often a run that fails is tried again."
-)
+@click.option("--retries", type=click.IntRange(0), default=1, help="How often a failed run is tried again.")
 @click.option("--threads", type=click.IntRange(1), help="Of each run.")
-@json_option
-@pass_console
 def sweep(
     console: Console,
     config: str,
@@ -210,77 +144,65 @@ def sweep(
 
     CONFIG is a run's file, with --over, or a sweep's file with `base` and `over`. Runs that fail are tried again from
     their checkpoints and listed at the end; the exit code is 3 then.
+
+    Examples:
+        spalier sweep config.yaml --over seed=0,1,2 --over method=splora,fine-pruning --folder sweeps/methods
+        spalier sweep sweep.yaml --folder sweeps/ranks --jobs 2      # a file with `base` and `over`
+        spalier report sweeps/methods
     """
-    results = _sweep_of(config, settings, over).run(folder, progress=not console.quiet, **options)
+    if {"base", "over"} <= set(opening.read_config(config)):
+        if settings or over:
+            raise click.UsageError(f"{config} is a sweep's file: change its settings and values there.")
+        chosen = spalier.Sweep.load(config)
+    elif not over:
+        raise click.UsageError("--over is missing: which values to go through, such as --over seed=0,1,2.")
+    else:
+        base, changed = spalier.TransferPruning.load(config), opening.settings_of(settings, {})
+        values = dict(map(opening.values_of, over))
+        chosen = spalier.Sweep(base.replace(**changed) if changed else base, values)
+    results = chosen.run(folder, progress=not console.quiet, **options)
     text = f"{results}\nreport: spalier report {shlex.quote(folder)}"
     console.show(text, {"rows": list(results.rows), "failed": dict(results.failed), "folder": folder})
     return 3 if results.failed else 0
 
 
-def _sweep_of(config: str, settings: tuple[str, ...], over: tuple[str, ...]) -> spalier.Sweep:
-    if {"base", "over"} <= set(read_config(config)):
-        if settings or over:
-            raise click.UsageError(
-                f"{config} is a sweep's file, which has settings and values: change them there."
-            )
-        return spalier.Sweep.load(config)
-    if not over:
-        raise click.UsageError("--over is missing: which values to go through, such as --over seed=0,1,2.")
-    base, changed = spalier.TransferPruning.load(config), settings_of(settings, {})
-    return spalier.Sweep(base.replace(**changed) if changed else base, dict(map(values_of, over)))
-
-
 # eval
 
 
-@click.command(
-    "eval",
-    epilog=examples(
-        "spalier eval runs/digits                     # every task of a run, on the run's test samples",
-        "spalier eval flowers-30.task.safetensors --base resnet50 --weights w.pth --data torchvision:Flowers102",
-    ),
-)
+@command("eval")
 @click.argument("tasks", nargs=-1, required=True, metavar="TASK...")
 @base_options
 @click.option("--data", help="Data by name, as for train; by default those of the run.")
-@click.option("--data-folder", type=click.Path(file_okay=False), help="Where data sets lie.")
+@click.option("--data-folder", type=FOLDER, help="Where data sets lie.")
 @click.option(
     "--part", type=click.Choice(["test", "validation", "train"]), default="test", help="Which samples."
 )
-@click.option("--size", type=click.IntRange(1), help="The side of the images; by default the task's.")
-@json_option
-@pass_console
-def eval_(
-    console: Console,
-    tasks: tuple[str, ...],
-    base: str | None,
-    data: str | None,
-    data_folder: str | None,
-    part: str,
-    size: int | None,
-    **network: Any,
-) -> None:
+@click.option("--image-size", type=click.IntRange(1), help="The side of the images; by default the task's.")
+def eval_(console: Console, tasks: tuple[str, ...], base: str | None, part: str, **options: Any) -> None:
     """Build tasks and measure their accuracy.
 
     TASK is a task file, a folder of them, or a run. The classes of each task say which samples count.
+
+    Examples:
+        spalier eval runs/digits                     # every task of a run, on the run's test samples
+        spalier eval flowers-30.task.safetensors --base resnet50 --weights w.pth --data torchvision:Flowers102
     """
     from spalier.text import table
 
-    files = task_files(tasks)
+    data, folder, size = (options.pop(name) for name in ("data", "data_folder", "image_size"))
+    files = opening.task_files(tasks)
     bases: dict[str, nn.Module] = {}
     rows: list[dict[str, Any]] = []
     cells: list[list[str]] = []
-    for (name, task), file in zip(load_tasks(files).items(), files, strict=True):
-        where = base or run_beside(file)
+    for (name, task), file in zip(opening.load_tasks(files).items(), files, strict=True):
+        where = base or opening.run_beside(file)
         if where not in bases:
-            bases[where] = open_base(where, **network)
-        samples = _data_of(task, file, base, data, data_folder, size)
+            bases[where] = open_base(where, **options)
+        samples = _data_of(task, file, base, data, folder, size)
         found = _evaluate(task.build(bases[where]), samples, part)
         recorded = task.info().metrics.get("accuracy")
-        rows.append(
-            {"task": name, "data": samples.name, "part": part, "samples": found.samples}
-            | {"accuracy": found.accuracy, "loss": found.loss, "recorded": recorded}
-        )
+        row = {"task": name, "data": samples.name, "part": part, "samples": found.samples}
+        rows.append({**row, "accuracy": found.accuracy, "loss": found.loss, "recorded": recorded})
         shares = [
             f"{found.accuracy:.1%}",
             f"{found.loss:.4f}",
@@ -299,18 +221,13 @@ def _data_of(
 
     info = task.info()
     options: dict[str, Any] = {"validation_split": 0.1}
-    run = run_in(file.resolve().parent.parent) or (run_in(Path(base)) if base else None)
+    run = opening.run_in(file.resolve().parent.parent) or (opening.run_in(Path(base)) if base else None)
     if data is None and run is None:
         raise click.UsageError("--data is missing: which samples to look at, such as --data digits.")
     if run is not None and data in (None, run.data):  # the same split that the task was learned with
-        data = run.data
-        options = {
-            "validation_split": run.validation_split,
-            "max_train_samples": run.max_train_samples,
-            "seed": run.seed,
-        }
-        options |= {"skip_bad": run.skip_bad, "cache_folder": run.cache_folder}
-        folder = folder or run.data_folder
+        data, folder = run.data, folder or run.data_folder
+        same = ("validation_split", "max_train_samples", "seed", "skip_bad", "cache_folder")
+        options = {name: getattr(run, name) for name in same}
     assert data is not None
     classes = tuple(info.classes)
     size = size or info.preprocessing.get("size")
@@ -334,95 +251,67 @@ def _evaluate(net: nn.Module, data: Data, part: str) -> Evaluation:
         raise click.UsageError(f"{data.name} has no {part} samples; pass another --part.")
     loader = Loader(samples, batch_size=EVAL_BATCH_SIZE, shuffle=False, augment="none", drop_last=False)
     with contextlib.closing(loader):
-        return evaluate(
-            net.eval(), loader.epoch(0), len(data.classes), torch.device("cpu"), contextlib.nullcontext
-        )
+        batches = loader.epoch(0)
+        return evaluate(net.eval(), batches, len(data.classes), torch.device("cpu"), contextlib.nullcontext)
 
 
 # bench, report
 
 
-def _backends(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    found = tuple(value.split(","))
-    unknown = [name for name in found if name not in BACKENDS]
-    if unknown:
-        raise click.BadParameter(f"{unknown[0]!r}, expected some of {','.join(BACKENDS)}.")
-    return found
-
-
-@click.command(
-    epilog=examples(
-        "spalier bench runs/digits runs/digits --backends eager --batch 1,64",
-        "spalier bench timm:resnet50 tasks/flowers-30.task.safetensors --weights w.safetensors --shape 3,224,224",
-    )
-)
+@command()
 @click.argument("base")
 @click.argument("tasks", nargs=-1, required=True, metavar="TASK...")
 @network_options
 @click.option("--batch", default="1,64", help="How many samples at once.")
-@click.option(
-    "--backends", default=",".join(BACKENDS), callback=_backends, help="Some of eager,compiled,onnxruntime."
-)
+@click.option("--backends", default=BACKENDS, help=f"Some of {BACKENDS}.")
 @click.option("--rounds", type=click.IntRange(6), default=15, help="How many turns each network has.")
 @click.option("--threads", type=click.IntRange(1, 256), help="By default what PyTorch has.")
 @click.option("--fold", is_flag=True, help="Fold the tasks' batch norms.")
 @click.option("--shape", help="The shape of one input; by default the tasks' images.")
-@json_option
-@pass_console
 def bench(
     console: Console,
     base: str,
     tasks: tuple[str, ...],
     batch: str,
-    backends: tuple[str, ...],
-    rounds: int,
-    threads: int | None,
-    fold: bool,
+    backends: str,
     shape: str | None,
-    **network: Any,
+    **others: Any,
 ) -> None:
     """Measure latency and throughput of a base and of tasks built on it, in turns.
 
     BASE is a network's name, or the folder of a run. TASK is a task file, a folder of them, or a run. A smaller network
     that is not faster here is said to be no faster.
+
+    Examples:
+        spalier bench runs/digits runs/digits --backends eager --batch 1,64
+        spalier bench timm:resnet50 tasks/flowers-30.task.safetensors --weights w.safetensors --shape 3,224,224
     """
     import torch
 
-    batches = numbers(batch, "--batch", "1,64")
-    files = task_files(tasks)
-    net = open_base(base, **network)
-    opened = load_tasks(files)
+    options = {name: others.pop(name) for name in ("rounds", "threads", "fold")}
+    options |= {"batches": opening.numbers(batch, "--batch", "1,64"), "backends": backends.split(",")}
+    if not set(options["backends"]) <= set(BACKENDS.split(",")):
+        raise click.BadParameter(f"{backends!r}, expected some of {BACKENDS}.", param_hint="--backends")
+    files = opening.task_files(tasks)
+    net = open_base(base, **others)
+    opened = opening.load_tasks(files)
     torch.manual_seed(0)
-    example = torch.randn(1, *shape_of(shape, list(opened.values())))
-    results = spalier.bench(
-        net,
-        opened,
-        example,
-        batches=batches,
-        backends=backends,
-        rounds=rounds,
-        threads=threads,
-        fold=fold,
-        progress=console.note,
-    )
+    example = torch.randn(1, *opening.shape_of(shape, list(opened.values())))
+    results = spalier.bench(net, opened, example, progress=console.note, **options)
     console.show(results, results.to_dict())
 
 
-@click.command(
-    epilog=examples(
-        "spalier report runs/digits                   # writes runs/digits/report.html",
-        "spalier report sweeps/methods -o methods.html --figures figures",
-    )
-)
-@click.argument("folder", type=click.Path(exists=True, file_okay=False))
-@click.option("--out", "-o", type=click.Path(dir_okay=False), help="By default FOLDER/report.html.")
-@click.option(
-    "--figures", type=click.Path(file_okay=False), help="Write every figure as SVG, PNG and CSV there."
-)
-@json_option
-@pass_console
+@command()
+@click.argument("folder", type=EXISTING_FOLDER)
+@click.option("--out", "-o", type=FILE, help="By default FOLDER/report.html.")
+@click.option("--figures", type=FOLDER, help="Write every figure as SVG, PNG and CSV there.")
 def report(console: Console, folder: str, out: str | None, figures: str | None) -> None:
-    """Make one page of a FOLDER: a run, a sweep, a store of tasks, or a folder of runs. It needs no network."""
+    """Make one page of a FOLDER: a run, a sweep, a store of tasks, or a folder of runs. It needs no network.
+
+    Examples:
+        spalier report runs/digits                   # writes runs/digits/report.html
+        spalier report sweeps/methods -o methods.html --figures figures
+    """
     if figures:
         console.note("drawing every figure three times: SVG, PNG, CSV")
     path = spalier.report(folder, out, figures=figures)
@@ -461,11 +350,14 @@ LIBRARIES = {
 """What each library is needed for, and what pip installs for it."""
 
 
-@click.command(epilog=examples("spalier env", "spalier env --json"))
-@json_option
-@pass_console
+@command()
 def env(console: Console) -> None:
-    """Show versions, devices, and which libraries are missing for what. Add this to a report of a defect."""
+    """Show versions, devices, and which libraries are missing for what. Add this to a report of a defect.
+
+    Examples:
+        spalier env
+        spalier env --json
+    """
     from spalier.text import table
 
     found: dict[str, Any] = {"spalier": spalier.__version__, "python": platform.python_version()}

@@ -6,9 +6,12 @@ fine-pruning, which changes all weights, learns the same ones beside it. Then th
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,71 +26,29 @@ from spalier.networks import open_network
 from spalier.runs.results import Results
 from spalier.text import table
 
-Say = Callable[[str], None]
-
 NETWORK, WIDTH, BATCH_SIZE = "resnet8", 48, 64
 LEARNED_FIRST = "0123"
 TASKS = {"4to6": "456", "7to9": "789", "0to9": "0123456789"}
 Method = Literal["splora", "fine-pruning"]
 METHODS: dict[Method, str] = {"splora": "SPLoRA", "fine-pruning": "fine-pruning"}
 DENSITIES = (0.6, 0.3, 0.15)
+Runs = dict[tuple[str, Method], Results]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One task file: what it is, and what was measured."""
-
-    task: str
-    method: Method
-    channels: float
-    accuracy: float
-    learned: int
-    bytes: int
-    macs: float
-    latency_ms: float
-    speed_up: float
-    switch_ms: float
-
-
-@dataclass(frozen=True)
-class Demo:
-    """What came out. Print it."""
-
-    folder: Path
-    rows: Sequence[Row]
-    base: dict[str, Any]
-    """Accuracy on the digits that it learned, parameters, bytes and latency of the base."""
-    report: Path
-    seconds: float
-    notes: Sequence[str]
-
-    def __str__(self) -> str:
-        sizes = ["digits", "method", "channels", "accuracy", "learned", "bytes", "MACs"]
-        times = [f"ms for {BATCH_SIZE}", "x base", "switch ms"]
-        return "\n".join([table([*sizes, *times], [_cells(row) for row in self.rows]), *self.notes])
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        return {**asdict(self), "folder": str(self.folder), "report": str(self.report)}
-
-
-def _cells(row: Row) -> list[str]:
-    shares = [f"{share:.1%}" for share in (row.channels, row.accuracy)]
-    sizes = [f"{row.learned:,}", f"{row.bytes:,}", f"{row.macs:.1%}"]
-    times = [f"{row.latency_ms:.2f}", f"{row.speed_up:.1f}", f"{row.switch_ms:.2f}"]
-    return [row.task, METHODS[row.method], *shares, *sizes, *times]
-
-
-def run_demo(folder: str, seed: int, say: Say) -> Demo:
+def run_demo(place: Path, seed: int, note: Callable[[str], None]) -> dict[str, Any]:
     """Pretrain, learn three tasks two ways, prune, switch, measure, report; what was stopped goes on."""
-    start, place = time.perf_counter(), Path(folder)
+    start = time.perf_counter()
+
+    def say(text: str) -> None:
+        note(f"[{time.perf_counter() - start:3.0f} s] {text}")
+
     _check_folder(place)
+    before = (place / "runs").exists()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so small a network gains nothing by more, and loses much where others work too
     try:
         say(f"a small ResNet learns the digits {_words(LEARNED_FIRST)}, and is frozen")
-        base, pretraining = _pretrain(place, seed)
-        first = pretraining.rows[0]
+        base, first = _pretrain(place, seed)
         say(f"  {first['test']:.1%} right, {first['parameters']:,} parameters, {first['bytes']:,} bytes")
         runs = _learn(place, seed, say)
         store = _collect(place, runs)
@@ -98,65 +59,54 @@ def run_demo(folder: str, seed: int, say: Say) -> Demo:
         page = spalier.report(place / "runs", place / "report.html")
     finally:
         torch.set_num_threads(threads)
-    own = {"accuracy": first["test"], "parameters": first["parameters"]}
-    own |= {"bytes": (place / "base.safetensors").stat().st_size, "latency_ms": latency}
-    return Demo(place, rows, own, page, round(time.perf_counter() - start, 1), _notes(rows, own))
+    size = (place / "base.safetensors").stat().st_size
+    return {
+        "folder": str(place),
+        "report": str(page),
+        "seconds": round(time.perf_counter() - start, 1),
+        "learned_before": before,
+        "base": {
+            "accuracy": first["test"],
+            "parameters": first["parameters"],
+            "bytes": size,
+            "latency_ms": latency,
+        },
+        "rows": rows,
+    }
 
 
 def _check_folder(folder: Path) -> None:
     """The demo writes only where nothing else is."""
     ours = {"base", "base.safetensors", "runs", "tasks", "report.html"}
-    if not folder.exists():
-        return
-    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else [folder.name]
-    others = [name for name in names if name not in ours and not name.startswith(".")]
-    if others or not folder.is_dir():
-        raise RunError(
-            "folder",
-            f"{str(folder)!a} holds something else than a demo ({others[0]!a}); pass another --folder",
-        )
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    for name in names:
+        if name not in ours and not name.startswith("."):
+            found = f"{str(folder)!a} holds something else than a demo ({name!a}); pass another --folder"
+            raise RunError("folder", found)
 
 
-def _pretrain(folder: Path, seed: int) -> tuple[nn.Module, Results]:
-    """The base, as a file; learned as a run that never prunes."""
+def _pretrain(folder: Path, seed: int) -> tuple[nn.Module, dict[str, Any]]:
+    """The base, which is also written to a file, and what was measured of it. It is a run that never prunes."""
     net = open_network(NETWORK, classes=len(LEARNED_FIRST), seed=seed, width=WIDTH)
-    config = spalier.TransferPruning(
-        name="base",
-        method="fine-pruning",
-        data="digits",
-        classes=tuple(LEARNED_FIRST),
-        densities=(),
-        epochs=6,
-        seed=seed,
-        trackers=(),
-    )
+    config = spalier.TransferPruning(data="digits", classes=tuple(LEARNED_FIRST), epochs=6, densities=())
+    config = config.replace(name="base", method="fine-pruning", seed=seed, trackers=())
     results = config.run(folder / "base", network=net, progress=False)
     built = results.tasks.load("base-100").build(net)
     state = {name: value.contiguous() for name, value in built.state_dict().items()}
     files.write(folder / "base.safetensors", save(state))
-    return built, results
+    return built, dict(results.rows[0])
 
 
-def _learn(folder: Path, seed: int, say: Say) -> dict[tuple[str, Method], Results]:
+def _learn(folder: Path, seed: int, say: Callable[[str], None]) -> Runs:
     """Every task with both methods."""
-    found = {}
+    found: Runs = {}
+    weights = str((folder / "base.safetensors").absolute())
+    shared = spalier.TransferPruning(network=NETWORK, network_options={"width": WIDTH}, weights=weights)
+    shared = shared.replace(data="digits", max_train_samples=1000, seed=seed, trackers=())
+    shared = shared.replace(densities=DENSITIES, epochs=5, epochs_per_prune=3)
     for name, classes in TASKS.items():
         for method, title in METHODS.items():
-            config = spalier.TransferPruning(
-                name=name,
-                method=method,
-                network=NETWORK,
-                network_options={"width": WIDTH},
-                weights=str((folder / "base.safetensors").absolute()),
-                data="digits",
-                classes=tuple(classes),
-                max_train_samples=1000,
-                densities=DENSITIES,
-                epochs=5,
-                epochs_per_prune=3,
-                seed=seed,
-                trackers=(),
-            )
+            config = shared.replace(name=name, method=method, classes=tuple(classes))
             results = config.run(folder / "runs" / f"{name}-{method}", progress=False)
             found[name, method] = results
             right = ", ".join(f"{row['test']:.1%} at {row['channels']:.0%}" for row in results.rows)
@@ -168,7 +118,7 @@ def _words(classes: str) -> str:
     return f"{classes[0]} to {classes[-1]}"
 
 
-def _collect(folder: Path, runs: dict[tuple[str, Method], Results]) -> spalier.Store:
+def _collect(folder: Path, runs: Runs) -> spalier.Store:
     """All task files in one store, by task, method and density."""
     store = spalier.Store(folder / "tasks")
     for (_, method), results in runs.items():
@@ -182,52 +132,92 @@ def _name(task: str, method: str) -> str:
     return f"{data}-{method}-{density}"
 
 
-def _switch(base: nn.Module, store: spalier.Store, say: Say) -> dict[str, float]:
+def _switch(base: nn.Module, store: spalier.Store, say: Callable[[str], None]) -> dict[str, float]:
     """Milliseconds from each file to a ready network. Then the same from memory, which is only said."""
     before = {name: value.clone() for name, value in base.state_dict().items()}
-    switcher, cold = spalier.Switcher(base, store), {}
+    switcher, from_file = spalier.Switcher(base, store), {}
     for name in store:
         start = time.perf_counter()
         switcher.activate(name)
-        cold[name] = 1e3 * (time.perf_counter() - start)
-    names, start = list(store), time.perf_counter()
-    for name in names:
+        from_file[name] = 1e3 * (time.perf_counter() - start)
+    start = time.perf_counter()
+    for name in from_file:
         switcher.activate(name)
-    warm = (time.perf_counter() - start) / len(names)
+    from_memory = (time.perf_counter() - start) / len(from_file)
     if not all(torch.equal(value, before[name]) for name, value in base.state_dict().items()):
-        raise RunError(
-            "changed", "the base is not what it was before the switches; this is a defect of Spalier"
-        )
-    say(f"  again, from memory: {1e6 * warm:.0f} µs each; the base is the same to the bit")
-    return cold
+        found = "the base is not what it was before the switches; this is a defect of Spalier"
+        raise RunError("changed", found)
+    say(f"  again, from memory: {1e6 * from_memory:.0f} µs each; the base is the same to the bit")
+    return from_file
 
 
 def _measure(
-    base: nn.Module, store: spalier.Store, runs: dict[tuple[str, Method], Results], switches: dict[str, float]
-) -> tuple[list[Row], float]:
-    """A row for each task file; latencies are medians of turns that all networks take."""
+    base: nn.Module, store: spalier.Store, runs: Runs, switches: dict[str, float]
+) -> tuple[list[dict[str, Any]], float]:
+    """A row for each task file, and the base's latency; latencies are medians of turns that all networks take."""
     tasks = {name: store.load(name) for name in store}
     timed = spalier.bench(base, tasks, batches=(BATCH_SIZE,), backends=("eager",), rounds=9, seconds=0.004)
     base_ms = 1e3 * timed.timing("base", "eager", BATCH_SIZE).latency
     rows = []
-    for (data, method), results in runs.items():
+    for (task, method), results in runs.items():
         for row in results.rows:
             name = _name(row["task"], method)
             latency = 1e3 * timed.timing(name, "eager", BATCH_SIZE).latency
-            measured = (row["learned"], row["bytes"], row["macs"], latency, base_ms / latency, switches[name])
-            rows.append(Row(_words(TASKS[data]), method, row["channels"], row["test"], *measured))
+            known = {key: row[key] for key in ("channels", "learned", "bytes", "macs")}
+            times = {"latency_ms": latency, "speed_up": base_ms / latency, "switch_ms": switches[name]}
+            rows.append(
+                {"task": _words(TASKS[task]), "method": method, "accuracy": row["test"], **known, **times}
+            )
     return rows, base_ms
 
 
-def _notes(rows: Sequence[Row], base: dict[str, Any]) -> list[str]:
-    """What the figures come to, in words; each sentence from this run alone."""
-    own = [row for row in rows if row.method == "splora"]
-    smallest = min(own, key=lambda row: row.bytes)
-    others = [row for row in rows if row.method != "splora" and row.task == smallest.task]
-    same = min(others, key=lambda row: abs(row.channels - smallest.channels))
-    return [
-        f"Base: {base['accuracy']:.1%} right on its own digits, {base['latency_ms']:.2f} ms for {BATCH_SIZE} images.",
-        f"The smallest SPLoRA task has {smallest.bytes:,} bytes and {smallest.learned:,} learned numbers "
-        f"(fine-pruning there: {same.bytes:,} and {same.learned:,}).",
-        "One seed, small images: methods differ by chance too. `spalier sweep` compares them over seeds.",
+# for people
+
+
+def shown(found: dict[str, Any]) -> str:
+    """A table, what the figures come to in words, and what to do next; each sentence is from this run alone."""
+    titles = ["digits", "method", "channels", "accuracy", "learned", "bytes", "MACs"]
+    times = [f"ms for {BATCH_SIZE}", "x base", "switch ms"]
+    own = [row for row in found["rows"] if row["method"] == "splora"]
+    smallest = min(own, key=lambda row: row["bytes"])
+    others = [row for row in found["rows"] if row["method"] != "splora" and row["task"] == smallest["task"]]
+    same = min(others, key=lambda row: abs(row["channels"] - smallest["channels"]))
+    base, place = found["base"], shlex.quote(found["folder"])
+    of_base = (
+        f"{base['accuracy']:.1%} right on its own digits, {base['latency_ms']:.2f} ms for {BATCH_SIZE} images"
+    )
+    run = f"{place}/runs/4to6-splora"
+    how = "learned before, in this folder; measured again in" if found["learned_before"] else "made in"
+    following = [
+        f"task list {place}/tasks",
+        f"eval {run}",
+        f"bench {run} {run} --backends eager",
+        "train --data digits --network resnet8 --folder runs/digits",
     ]
+    return "\n".join(
+        [
+            "",
+            table([*titles, *times], [_cells(row) for row in found["rows"]]),
+            f"Base: {of_base}.",
+            f"The smallest SPLoRA task has {smallest['bytes']:,} bytes and {smallest['learned']:,} learned numbers "
+            f"(fine-pruning there: {same['bytes']:,} and {same['learned']:,}).",
+            "One seed, small images: methods differ by chance too. `spalier sweep` compares them over seeds.",
+            "",
+            f"report: {found['report']}   (open it in a browser; {how} {found['seconds']:.0f} s)",
+            "next:",
+            *(f"  {_program()} {command}" for command in following),
+        ]
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    shares = [f"{row[key]:.1%}" for key in ("channels", "accuracy")]
+    sizes = [f"{row['learned']:,}", f"{row['bytes']:,}", f"{row['macs']:.1%}"]
+    times = [f"{row['latency_ms']:.2f}", f"{row['speed_up']:.1f}", f"{row['switch_ms']:.2f}"]
+    return [row["task"], METHODS[row["method"]], *shares, *sizes, *times]
+
+
+def _program() -> str:
+    """How the command line is called from here: by its name, or by its path where that is not looked up."""
+    beside = Path(sys.executable).parent / "spalier"
+    return "spalier" if shutil.which("spalier") or not beside.exists() else os.path.relpath(beside)

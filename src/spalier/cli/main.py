@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import json
 import logging
 import os
 import signal
 import sys
+import textwrap
 import threading
 import traceback
 import warnings
@@ -122,29 +125,16 @@ def cli(ctx: click.Context, debug: bool, quiet: bool) -> None:
     Begin with `spalier demo`; `spalier COMMAND --help` has examples.
     """
     ctx.obj.debug, ctx.obj.quiet = debug, quiet
-    ctx.with_resource(
-        _library_messages(logging.DEBUG if debug else logging.ERROR if quiet else logging.WARNING)
-    )
-
-
-@contextlib.contextmanager
-def _library_messages(level: int) -> Iterator[None]:
-    """What the library logs is a note on standard error; warnings of other libraries are shown for debugging only."""
-    logger = logging.getLogger("spalier")
-    before = logger.level, logger.propagate
-    handler = logging.StreamHandler()
+    # What the library logs is a note on standard error; the context takes all of this back at its end.
+    logger, handler = logging.getLogger("spalier"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("note: %(message)s"))
-    with warnings.catch_warnings():
-        if level > logging.DEBUG and not sys.warnoptions:
-            warnings.simplefilter("ignore")
-        logger.addHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = False
-        try:
-            yield
-        finally:
-            logger.removeHandler(handler)
-            logger.level, logger.propagate = before
+    ctx.call_on_close(functools.partial(logger.setLevel, logger.level))
+    ctx.call_on_close(functools.partial(logger.removeHandler, handler))
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG if debug else logging.ERROR if quiet else logging.WARNING)
+    ctx.with_resource(warnings.catch_warnings())
+    if not debug and not sys.warnoptions:
+        warnings.simplefilter("ignore")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -234,19 +224,30 @@ def _globals_first(given: list[str]) -> list[str]:
 
 # what the modules of commands share
 
-
-def pass_console(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the console as its first argument."""
-    return click.pass_obj(command)
-
-
-def json_option(command: Any) -> Any:
-    """``--json``. The console knows it already, so commands do not get it."""
-    return click.option(
-        "--json", "as_json", is_flag=True, expose_value=False, help="Print one JSON document instead of text."
-    )(command)
+FILE, FOLDER = click.Path(dir_okay=False), click.Path(file_okay=False)
+EXISTING_FILE, EXISTING_FOLDER = (
+    click.Path(exists=True, dir_okay=False),
+    click.Path(exists=True, file_okay=False),
+)
+JSON = click.Option(
+    ["--json"], is_flag=True, expose_value=False, help="Print one JSON document instead of text."
+)
 
 
-def examples(*lines: str) -> str:
-    """The end of a command's help."""
-    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+def command(
+    name: str | None = None, group: click.Group | None = None
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Make a command of a function that takes the console first. The examples of its docstring end its help."""
+
+    def decorate(function: Callable[..., Any]) -> click.Command:
+        text, _, examples = inspect.cleandoc(function.__doc__ or "").partition("Examples:\n")
+        epilog = "\b\nExamples:\n" + textwrap.indent(
+            textwrap.dedent(examples), "  "
+        )  # \b: lines stay as they are
+        made = click.command(name, help=text, epilog=epilog)(click.pass_obj(function))
+        made.params.append(JSON)
+        if group is not None:
+            group.add_command(made)
+        return made
+
+    return decorate

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hin
 import click
 
 import spalier
+from spalier.cli.main import FILE
 from spalier.errors import ConfigError, RunError, TaskFileError, WeightsError
 
 if TYPE_CHECKING:
@@ -37,28 +38,24 @@ def base_options(command: Any) -> Any:
 
 def network_options(command: Any) -> Any:
     """The options of a network that is named by an argument."""
-    weights = click.option(
-        "--weights", type=click.Path(dir_okay=False), help="Its weights: safetensors, or .pth of tensors."
-    )
+    weights = click.option("--weights", type=FILE, help="Its weights: safetensors, or .pth of tensors.")
+    number = click.IntRange(1)
     classes = click.option(
-        "--classes", type=click.IntRange(1), help="How many classes it has; by default its own number."
+        "--classes", type=number, help="How many classes it has; by default its own number."
     )
-    others = click.option(
-        "--option",
-        "options",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="What else its constructor takes; repeatable.",
-    )
+    text = "What else its constructor takes; repeatable."
+    others = click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help=text)
     return weights(classes(others(command)))
 
 
+def settings_option(command: Any) -> Any:
+    """``--set``."""
+    text = "A setting of the run, as in its file; repeatable."
+    return click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help=text)(command)
+
+
 def open_base(
-    base: str,
-    *,
-    weights: str | None = None,
-    classes: int | None = None,
-    options: Sequence[str] = (),
+    base: str, *, weights: str | None = None, classes: int | None = None, options: Sequence[str] = ()
 ) -> nn.Module:
     """The network that a command is about: by its name, or that of a run."""
     from spalier.networks import open_network

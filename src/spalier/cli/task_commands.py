@@ -6,7 +6,6 @@ import contextlib
 import io
 import logging
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import spalier
-from spalier.cli.main import Console, examples, json_option, pass_console
+from spalier.cli.main import EXISTING_FOLDER, FILE, FOLDER, Console, command
 from spalier.cli.opening import SUFFIX, base_options, load_task, open_base, run_beside, shape_of, task_files
 from spalier.errors import NetworkError, TaskFileError
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
     from spalier.tasks.task import Task
 
-OUT_FILE = click.Path(dir_okay=False)
 TASK_FILE = click.argument("task", metavar="TASK", type=click.Path())
 
 
@@ -32,12 +30,14 @@ def task() -> None:
     """Task files: list, look into, verify, build, export, push, pull."""
 
 
-@task.command("list", epilog=examples("spalier task list runs/digits/tasks"))
-@click.argument("store", type=click.Path(exists=True, file_okay=False))
-@json_option
-@pass_console
+@command("list", group=task)
+@click.argument("store", type=EXISTING_FOLDER)
 def list_(console: Console, store: str) -> None:
-    """All tasks of a folder, with sizes and densities, and what they cost together."""
+    """All tasks of a folder, with sizes and densities, and what they cost together.
+
+    Examples:
+        spalier task list runs/digits/tasks
+    """
     is_run = (Path(store) / "run.yaml").is_file()
     opened = spalier.Store(Path(store) / "tasks" if is_run else store)
     listing = opened.list()
@@ -57,32 +57,31 @@ def list_(console: Console, store: str) -> None:
     console.show(text, {"tasks": entries})
 
 
-@task.command(epilog=examples("spalier task info runs/digits/tasks/digits-50.task.safetensors"))
+@command(group=task)
 @TASK_FILE
-@json_option
-@pass_console
 def info(console: Console, task: str) -> None:
-    """What a task file says of itself. No code in it runs."""
+    """What a task file says of itself. No code in it runs.
+
+    Examples:
+        spalier task info runs/digits/tasks/digits-50.task.safetensors
+    """
     file = _one_file(task)
     found = load_task(file).info()
     size = file.stat().st_size
     console.show(f"{found}\nfile  {size:,} bytes", {**found.to_dict(), "bytes": size})
 
 
-@task.command(
-    epilog=examples(
-        "spalier task verify runs/digits/tasks        # the files",
-        "spalier task verify runs/digits/tasks --base runs/digits     # and that they fit the base",
-    )
-)
+@command(group=task)
 @click.argument("tasks", nargs=-1, required=True, metavar="TASK...")
 @base_options
-@json_option
-@pass_console
 def verify(console: Console, tasks: tuple[str, ...], base: str | None, **network: Any) -> int:
     """Read files to the last byte; with --base, see that its values are those they were learned on, and build them.
 
     The exit code is 3 where one is not sound.
+
+    Examples:
+        spalier task verify runs/digits/tasks        # the files
+        spalier task verify runs/digits/tasks --base runs/digits     # and that they fit the base
     """
     from spalier.text import table
 
@@ -110,23 +109,20 @@ def verify(console: Console, tasks: tuple[str, ...], base: str | None, **network
     return 3 if any(errors.values()) else 0
 
 
-@task.command(
-    epilog=examples("spalier task build runs/digits/tasks/digits-50.task.safetensors -o small.pt"),
-)
+@command(group=task)
 @TASK_FILE
 @base_options
-@click.option(
-    "--out", "-o", required=True, type=OUT_FILE, help="small.pt, the network, or .safetensors, its tensors."
-)
+@click.option("--out", "-o", required=True, type=FILE, help="A .pt (network) or .safetensors (tensors) file.")
 @click.option("--fold", is_flag=True, help="Fold batch norms into the layers before them.")
-@json_option
-@pass_console
 def build(console: Console, task: str, base: str | None, out: str, fold: bool, **network: Any) -> None:
     """Join a task with its base: a small, dense, ordinary network.
 
     A .pt file is the module itself, as torch.save writes it: to load it, the code of its classes has to be there (that
     of the base's library; Spalier's own for its built-in networks and for free writers). `spalier task export` is for
     machines that have neither.
+
+    Examples:
+        spalier task build runs/digits/tasks/digits-50.task.safetensors -o small.pt
     """
     import torch
     from safetensors.torch import save
@@ -150,28 +146,32 @@ def build(console: Console, task: str, base: str | None, out: str, fold: bool, *
     )
 
 
-@task.command(epilog=examples("spalier task push tasks/flowers.task.safetensors someone/flowers-tasks"))
+@command(group=task)
 @TASK_FILE
 @click.argument("repository")
 @click.option("--private", is_flag=True, help="Make the repository private, where it does not exist.")
-@json_option
-@pass_console
 def push(console: Console, task: str, repository: str, private: bool) -> None:
-    """Upload a task and a card to the Hugging Face hub, with the token of `hf auth login`."""
+    """Upload a task and a card to the Hugging Face hub, with the token of `hf auth login`.
+
+    Examples:
+        spalier task push tasks/flowers.task.safetensors someone/flowers-tasks
+    """
     file = _one_file(task)
     address = spalier.Store(file.parent).push(file.name.removesuffix(SUFFIX), repository, private=private)
     console.show(address, {"address": address})
 
 
-@task.command(epilog=examples("spalier task pull someone/flowers-tasks flowers --store tasks"))
+@command(group=task)
 @click.argument("repository")
 @click.argument("name")
-@click.option("--store", default="tasks", type=click.Path(file_okay=False), help="The folder to put it in.")
+@click.option("--store", default="tasks", type=FOLDER, help="The folder to put it in.")
 @click.option("--revision", help="A branch, tag or commit.")
-@json_option
-@pass_console
 def pull(console: Console, repository: str, name: str, store: str, revision: str | None) -> None:
-    """Download a task from the Hugging Face hub, check it, and add it to a store."""
+    """Download a task from the Hugging Face hub, check it, and add it to a store.
+
+    Examples:
+        spalier task pull someone/flowers-tasks flowers --store tasks
+    """
     path = spalier.Store(store).pull(repository, name, revision=revision)
     console.show(path, {"path": str(path)})
 
@@ -215,31 +215,24 @@ TOLERANCE = 1e-3
 """How far outputs of a runtime may be from PyTorch's, as a share of the largest."""
 
 
-@task.command(
-    epilog=examples(
-        "spalier task export runs/digits/tasks/digits-50.task.safetensors -o small.onnx",
-        "spalier task export runs/digits/tasks/digits-50.task.safetensors -o small.pt2",
-    )
-)
+@command(group=task)
 @TASK_FILE
 @base_options
 @click.option(
-    "--out",
-    "-o",
-    required=True,
-    type=OUT_FILE,
-    help="net.onnx, net.pt2 (torch.export) or net.pte (ExecuTorch).",
+    "--out", "-o", required=True, type=FILE, help="A .onnx, .pt2 (torch.export) or .pte (ExecuTorch) file."
 )
 @click.option("--shape", help="The shape of one input; by default the task's images.")
 @click.option("--fold/--no-fold", default=True, help="Fold batch norms into the layers before them.")
-@json_option
-@pass_console
 def export(
     console: Console, task: str, base: str | None, out: str, shape: str | None, fold: bool, **network: Any
 ) -> None:
     """Write a task's network in a form for other runtimes, run it there, and compare.
 
     The batch is free in .onnx and .pt2, and 1 in .pte.
+
+    Examples:
+        spalier task export runs/digits/tasks/digits-50.task.safetensors -o small.onnx
+        spalier task export runs/digits/tasks/digits-50.task.safetensors -o small.pt2
     """
     import torch
 
@@ -291,17 +284,13 @@ def _export(net: nn.Module, example: Tensor, out: Path) -> tuple[float, int]:
 @contextlib.contextmanager
 def _quiet_exporters() -> Iterator[None]:
     """Without what exporters print and log of themselves."""
-    names = ("torch.onnx", "torch.export", "onnxscript", "root", "torchao")
-    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        for logger in levels:
-            logger.setLevel(logging.ERROR)
-        try:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
             yield
-        finally:
-            for logger, level in levels.items():
-                logger.setLevel(level)
+    finally:
+        logging.disable(before)
 
 
 def _write_onnx(net: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Any]:
@@ -309,15 +298,8 @@ def _write_onnx(net: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor
     import torch
 
     batches = ({0: torch.export.Dim("batch")},)
-    torch.onnx.export(
-        net,
-        (example,),
-        str(path),
-        dynamic_shapes=batches,
-        dynamo=True,
-        verbose=False,
-        external_data=False,  # one file, weights included
-    )
+    options: dict[str, Any] = {"dynamo": True, "verbose": False, "external_data": False}
+    torch.onnx.export(net, (example,), str(path), dynamic_shapes=batches, **options)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
     return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
