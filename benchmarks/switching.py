@@ -39,7 +39,7 @@ from torch import Tensor, nn
 import spalier as sp
 from spalier.structure.structure import Structure
 from spalier.tasks import table as tables
-from spalier.tasks.costs import Cost, Report
+from spalier.tasks.store import StoreReport, TaskCost
 
 torchvision_ops.declare()  # peft looks for torchvision as it is imported
 
@@ -175,7 +175,7 @@ def switch_row(
         "spalier : copy 64 MiB": round(statistics.median(copies), 2),
         "warm microseconds": round(microseconds, 1),
         "bytes": {s: len(task.to_bytes(storage=s)) for s in ("exact", "fp16", "bf16", "int8")},
-        "weights": task.info().density.weights,
+        "weights": task.info.density.weights,
     }
 
 
@@ -355,7 +355,7 @@ def markdown(results: dict[str, Any], part: str) -> str:
 def _cost(row: dict[str, Any]) -> list[str]:
     kept, total = row["weights"]
     size, base = row["bytes"]["exact"], 4 * total
-    report = Report(base, (Cost("a", size, 4 * kept),))
+    report = StoreReport(base, (TaskCost("a", size, 4 * kept),))
     return [
         f"{row['channels']:.0%}",
         f"{kept / total:.4f}",

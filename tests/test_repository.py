@@ -37,8 +37,18 @@ LAYERS = [
     {"cli"},
     {"__main__"},
 ]
+_METHODS = "a method of Task or Store, which needs more than its file does"
 UPWARDS = {
-    ("adapters/attach.py", "spalier.tracing"): "attach_(net, adapter, example=x) traces, where it is asked to"
+    (
+        "adapters/attach.py",
+        "spalier.tracing",
+    ): "attach_(net, adapter, example=x) traces, where it is asked to",
+    ("tasks/task.py", "spalier.tasks.extract"): _METHODS,
+    ("tasks/task.py", "spalier.tasks.base"): _METHODS,
+    ("tasks/task.py", "spalier.tasks.build"): _METHODS,
+    ("tasks/task.py", "spalier.tasks.apply"): _METHODS,
+    ("tasks/task.py", "spalier.tasks.store"): _METHODS,
+    ("tasks/store.py", "spalier.tasks.hub"): _METHODS,
 }
 ADAPTER_LAYERS = [{"geometry"}, {"kinds", "fast"}, {"forward"}, {"attachment"}, {"attach"}]
 STRUCTURE_LAYERS = [
@@ -60,15 +70,13 @@ PRUNING_LAYERS = [
 ]
 CRITERIA_LAYERS = [{"probe", "relevance"}, {"criterion"}, {"lrp"}, {"score"}]
 TASKS_LAYERS = [
-    {"container", "fingerprint"},
+    {"format"},
     {"table"},
-    {"description", "base"},
-    {"build", "extract"},
-    {"apply", "costs"},
     {"task"},
-    {"hub"},
-    {"store"},
-    {"switcher"},
+    {"base"},
+    {"build", "extract"},
+    {"apply", "store"},
+    {"hub", "switcher"},
 ]
 RUNS_LAYERS = [
     {"fields", "recipes", "rates", "losses", "syncing", "progress", "stopping", "seeds", "results"},

@@ -195,7 +195,7 @@ def _base(place: Place, cell: Cell, task: sp.Task) -> nn.Module:
     config = config_of(cell, place)
     return open_network(
         config.network,
-        classes=len(task.info().classes),
+        classes=len(task.info.classes),
         weights=config.weights,
         seed=cell.seed,
         **config.network_options,

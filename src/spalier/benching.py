@@ -513,7 +513,7 @@ def _by_name(tasks: Mapping[str, Task] | Sequence[Task]) -> dict[str, Task]:
 
 def _noise(base: nn.Module, tasks: Mapping[str, Task]) -> Tensor:
     """An image as the tasks were learned with, if they say so."""
-    sizes = {task.info().preprocessing.get("size") for task in tasks.values()}
+    sizes = {task.info.preprocessing.get("size") for task in tasks.values()}
     size = sizes.pop() if len(sizes) == 1 else None
     channels = next((m.in_channels for m in base.modules() if isinstance(m, nn.Conv2d)), None)
     if not isinstance(size, int) or channels is None:

@@ -59,6 +59,12 @@ def _check_kind(path: Path, found: os.stat_result) -> None:
         )
 
 
+def stamp(path: str | Path) -> tuple[int, int, int]:
+    """What changes whenever a file of this name is written anew, or replaced."""
+    found = os.lstat(path)
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
 def read_exactly(file: BinaryIO, size: int) -> bytearray:
     """The next bytes of a file; an error if there are fewer."""
     try:

@@ -94,7 +94,7 @@ def attempt(data: bytes) -> None:
     path.write_bytes(made(kind, storage, data[1:]))
     try:
         task = spalier.Task.load(path)
-        str(task.description)
+        str(task.info)
         task.build(base(), fold=bool(data[0] & 128))
     except TaskFileError as error:
         text = str(error)

@@ -23,7 +23,7 @@ from attacks.files import CASES, HOSTILE_TEXT, MARKUP, nested, pickled, saved
 from attacks.parts import base, changed, example, join, pack, split, task, unpack, valid
 from spalier import files
 from spalier.errors import TASK_FILE_CODES, TaskFileError
-from spalier.tasks.container import SUFFIX, check_name
+from spalier.tasks.format import SUFFIX, check_name
 
 SECONDS = 10
 """What no refusal may take of a processor, however slow; nearly all take milliseconds."""
@@ -134,10 +134,10 @@ def test_files_with_headers_of_any_length_load(tmp_path):
 
 def test_descriptions_of_any_length_are_written_and_read(tmp_path):
     for length in range(0, 1200, 8):
-        made = replace(task(), description=replace(task().description, licence="x" * length))
+        made = replace(task(), info=replace(task().info, licence="x" * length))
         path = tmp_path / f"a{SUFFIX}"
         made.save(path)
-        assert spalier.Task.load(path).description.licence == "x" * length
+        assert spalier.Task.load(path).info.licence == "x" * length
 
 
 @pytest.mark.parametrize("depth", range(930, 1000, 2))
@@ -158,7 +158,7 @@ def test_markup_is_text(place, tmp_path, untouched):
     said = {"licence": MARKUP, "classes": [MARKUP], "provenance": {MARKUP: MARKUP}, "metrics": {MARKUP: 1.0}}
     path = written(tmp_path, changed(lambda parts: parts.description.update({place: said[place]})))
     loaded = spalier.Task.load(path)
-    assert MARKUP in str(loaded.info())
+    assert MARKUP in str(loaded.info)
     loaded.build(untouched)
 
 
@@ -629,7 +629,7 @@ def test_a_file_that_changes_while_it_is_read(name, after, tmp_path, monkeypatch
             act(path, new)
         return found
 
-    monkeypatch.setattr("spalier.tasks.container.read_exactly", reading)
+    monkeypatch.setattr("spalier.tasks.format.read_exactly", reading)
     if code is None:
         loaded = spalier.Task.load(path)
         assert torch.equal(loaded.values, task().values)
@@ -653,7 +653,7 @@ def test_a_file_that_shrinks_in_the_middle_of_a_read(tmp_path, monkeypatch):
             return self.file.readinto(view[:1])
 
     really = files.read_exactly
-    monkeypatch.setattr("spalier.tasks.container.read_exactly", lambda file, size: really(Slow(file), size))
+    monkeypatch.setattr("spalier.tasks.format.read_exactly", lambda file, size: really(Slow(file), size))
     with refused("truncated"):
         spalier.Task.load(path)
 
@@ -666,6 +666,6 @@ def test_a_file_that_cannot_be_read_to_its_end(tmp_path, monkeypatch):
             raise OSError(5, "Input/output error")
 
     really = files.read_exactly
-    monkeypatch.setattr("spalier.tasks.container.read_exactly", lambda file, size: really(Broken(), size))
+    monkeypatch.setattr("spalier.tasks.format.read_exactly", lambda file, size: really(Broken(), size))
     with refused("unreadable"):
         spalier.Task.load(path)

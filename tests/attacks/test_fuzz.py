@@ -23,8 +23,8 @@ from support import assert_unchanged, snapshot
 import spalier
 from attacks.parts import Parts, base, join, pack, split, unpack, valid
 from spalier.errors import TaskFileError
-from spalier.tasks.container import SUFFIX
-from spalier.tasks.table import Table, Values
+from spalier.tasks.format import SUFFIX
+from spalier.tasks.table import Table
 
 MEGABYTES = 64
 """Of memory that Python or numpy may need for a file of at most 100 KB."""
@@ -241,7 +241,7 @@ def _deflated(table):
 
 def _fit_numbers(parts, table, masks):
     pieces = table.cut(masks)
-    own = sum(len(row.keys) * math.prod(cut.shape) for row, cut in pieces if isinstance(row.source, Values))
+    own = sum(len(row.keys) * math.prod(cut.shape) for row, cut in pieces if row.source == "values")
     shapes = [shape for _, cut in pieces for shape in cut.matrices]
     counts = {"values": own, "adapters": sum(a * b for a, b in shapes), "scales": sum(a for a, _ in shapes)}
     for name, count in counts.items():

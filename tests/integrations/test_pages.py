@@ -17,6 +17,6 @@ def test_code_on_the_page_runs(tmp_path, monkeypatch):
     names: dict[str, object] = {}
     for block in blocks:  # each goes on where the one before it ended
         exec(compile(block, PAGE.name, "exec"), names)
-        left, whole = names.pop("task").description.density.channels
+        left, whole = names.pop("task").info.density.channels
         assert 0.4 * whole < left <= 0.5 * whole
     assert (tmp_path / "noise.task.safetensors").is_file()

@@ -47,7 +47,7 @@ def tasks():
 def task(place, name, **changes):
     """A task of the right shape under another name."""
     found = tasks()[min(place, len(DENSITIES) - 1)]
-    return replace(found, description=replace(found.description, name=name, **changes))
+    return replace(found, info=replace(found.info, name=name, **changes))
 
 
 def write_run(
@@ -108,7 +108,7 @@ def write_run(
 
 
 def _row(store, name, block, density, rng, accuracies):
-    said = store.load(name).description
+    said = store.load(name).info
     accuracy = 0.95 - 0.3 * (1 - density) ** 2 + 0.02 * rng.standard_normal()
     accuracy = float(np.clip(accuracy, 0, 1)) if accuracies is None else accuracies[block]
     shrunk = {n: max(1, int(p[1] * density)) for n, p in vars(said.density).items()}

@@ -209,7 +209,7 @@ def test_the_network_is_pruned_step_by_step(browser, pages):
             browser.find_element(By.ID, "after").click()
     from reported import tasks
 
-    assert left == [t.description.density.channels[0] for t in tasks()]
+    assert left == [t.info.density.channels[0] for t in tasks()]
     assert not browser.find_element(By.ID, "after").is_enabled()
     browser.find_element(By.ID, "before").click()
     assert shown(browser) == ["birds-50"]

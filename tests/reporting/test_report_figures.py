@@ -21,7 +21,7 @@ from spalier.reporting.comparisons import bytes_figures
 from spalier.reporting.draw import Axis, Dot, Figure, Line, Panel, has_leaves, leaf_paths, to_svg
 from spalier.reporting.load import ReportData, Run, TaskResult, load
 from spalier.reporting.page import PNG_SCALE, all_figures, export, report, standalone, to_csv
-from spalier.tasks.costs import Report
+from spalier.tasks.store import StoreReport
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -242,7 +242,7 @@ def test_break_even_of_a_task_is_the_stores(tmp_path):
     write_run(tmp_path / "r", extras=False)
     store = sp.Store(tmp_path / "r" / "tasks").report()
     figures = by_name(all_figures(load(tmp_path / "r")))
-    alone = {c.name: Report(store.base, (c,)).break_even or "never" for c in store.costs}
+    alone = {c.name: StoreReport(store.base, (c,)).break_even or "never" for c in store.costs}
     assert {row[1]: row[5] for row in figures["files"].rows} == alone
     assert [row[6] for row in figures["break-even"].rows] == [
         alone[n] for n in ("birds-100", "birds-50", "birds-25")

@@ -46,7 +46,7 @@ def test_layers_are_what_the_built_network_has():
         assert [found[n].channels for n in "03"] == [base[0].out_channels, base[3].out_channels]
         shapes = [row.shape for row in each.table.rows if row.path in ("0", "3") and len(row.shape) == 4]
         assert shapes[0][0] == found["0"].channels
-        assert found["0"].left + found["3"].left == each.description.density.channels[0]
+        assert found["0"].left + found["3"].left == each.info.density.channels[0]
 
 
 def test_lives_are_what_counting_gives(tmp_path):

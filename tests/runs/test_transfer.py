@@ -54,7 +54,7 @@ def test_a_run_learns_and_its_files_say_so(fine):
     assert sum(map(sum, block["confusion"]["test"])) == len(labels)
     assert block["classes"] == list("0123456789")
     assert fine.rows[1]["channels"] <= 0.5
-    info = fine.tasks.load("digits-50").info()
+    info = fine.tasks.load("digits-50").info
     assert info.metrics["accuracy"] == fine.rows[1]["test"]
     assert info.preprocessing == data.preprocessing
     assert "digits-50" in str(fine)
@@ -154,7 +154,7 @@ def test_a_teacher_alone_without_labels(tmp_path, fine):
     again = quick(**settings).run(tmp_path / "unlabelled", network=base, data=unlabelled, progress=False)
     assert again.rows[0]["test"] == 1.0  # it agrees with itself
     assert again.rows[1]["test"] > 0.9  # and agrees still, with half of the channels
-    assert again.tasks.load("given-50").info().classes == data.classes
+    assert again.tasks.load("given-50").info.classes == data.classes
 
 
 def _without_labels(part) -> TensorDataset:
@@ -382,7 +382,7 @@ def test_subtasks_and_seeds(tmp_path):
     assert outcome(tmp_path / "a") == outcome(tmp_path / "b")
     one.replace(seed=1).run(tmp_path / "c", progress=False)
     assert outcome(tmp_path / "a")["tasks"] != outcome(tmp_path / "c")["tasks"]
-    assert first.tasks.load("digits-100").info().classes == ("3", "5")
+    assert first.tasks.load("digits-100").info.classes == ("3", "5")
 
 
 def test_workers_change_nothing(tmp_path):

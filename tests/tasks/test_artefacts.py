@@ -15,8 +15,8 @@ OUTPUTS = json.loads((HERE / "outputs.json").read_text())
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_file_of_format_1_is_read_and_built(name):
     task, base = sp.Task.load(path_of(name)), base_of(name)
-    assert task.info().name == name
-    assert task.info().storage == RECIPES[name].storage
+    assert task.info.name == name
+    assert task.info.storage == RECIPES[name].storage
     with torch.no_grad():
         found = task.build(base)(input_of(name)).flatten()
     torch.testing.assert_close(found, torch.tensor(OUTPUTS[name]), rtol=1e-4, atol=1e-6)

@@ -22,7 +22,7 @@ import spalier
 from attacks.parts import base, task, valid
 from spalier.errors import TaskFileError
 from spalier.files import LEFTOVER_AGE
-from spalier.tasks.container import SUFFIX
+from spalier.tasks.format import SUFFIX
 
 fcntl, resource = pytest.importorskip("fcntl"), pytest.importorskip("resource")
 HERE = Path(__file__).parents[1]
@@ -32,14 +32,14 @@ PATIENCE = 600
 
 def variant(number: int, of: spalier.Task) -> spalier.Task:
     """A task that says its number everywhere, so that a mixture of two would show."""
-    description = replace(of.description, provenance={"number": number})
-    return replace(of, values=torch.full_like(of.values, float(number)), description=description)
+    info = replace(of.info, provenance={"number": number})
+    return replace(of, values=torch.full_like(of.values, float(number)), info=info)
 
 
 def number_of(path: Path) -> int:
     """Which variant a file holds; all of it has to be of one."""
     found = spalier.Task.load(path)
-    number = found.description.provenance["number"]
+    number = found.info.provenance["number"]
     assert torch.equal(found.values, torch.full_like(found.values, float(number)))
     return number
 

@@ -15,7 +15,7 @@ from fake_hub import COMMIT, FakeHub, Repository
 from support import awaken_, tiny_cnn
 
 import spalier
-from spalier import Store, Task
+from spalier import Store, Task, files
 from spalier.errors import TaskFileError
 from spalier.tasks.hub import card, escaped
 
@@ -183,17 +183,21 @@ def test_what_cannot_be_loaded_is_not_pushed(hub, store):
     assert not hub.requests
 
 
-def test_a_task_that_is_replaced_while_it_is_read_is_not_pushed(hub, store, base, monkeypatch):
-    load, newer = store.load, task_of(base, classes=["x", "y", "z"])
+def test_a_task_that_is_replaced_while_it_is_read_is_pushed_as_it_was(hub, store, base, monkeypatch):
+    before, newer = store.path("a").read_bytes(), task_of(base, classes=["x", "y", "z"])
+    really = files.read_exactly
 
-    def loaded(name):
-        found = load(name)
+    def reading(file, size):
+        found = really(file, size)
         store.add(newer, overwrite=True)
         return found
 
-    monkeypatch.setattr(store, "load", loaded)
-    assert refused(store.push, "a", REPOSITORY, endpoint=hub.address).code == "changed"
-    assert not hub.requests
+    monkeypatch.setattr(files, "read_exactly", reading)
+    store.push("a", REPOSITORY, endpoint=hub.address)
+    assert store.path("a").read_bytes() != before
+    pushed = hub.repositories[REPOSITORY].files
+    assert pushed[FILE] == before
+    assert "| 0 | cat |" in pushed["README.md"].decode()
 
 
 def test_the_token_is_sent_with_every_request(hub, store, other):
@@ -355,7 +359,7 @@ def test_a_card_says_what_the_task_is(task):
     assert front == {"library_name": "spalier", "tags": ["spalier", "structured-pruning", "splora"]}
     for said in (
         "12,345 bytes",
-        task.description.base.architecture,
+        task.info.base.architecture,
         "rank&#61;2",
         "| 1 | dog |",
         "not stated",

@@ -10,7 +10,7 @@ from torch import nn
 
 import spalier as sp
 from spalier.errors import TASK_FILE_CODES, TaskFileError
-from spalier.tasks.costs import Cost, Report
+from spalier.tasks.store import StoreReport, TaskCost
 
 IMAGE = torch.zeros(2, 3, 8, 8)
 
@@ -41,7 +41,7 @@ def test_tasks_are_added_listed_loaded_and_removed(base, tmp_path):
     shown = str(store.list())
     assert "flowers-102" in shown
     assert "sound" in shown
-    assert store.load("flowers-102").info().storage == "int8"
+    assert store.load("flowers-102").info.storage == "int8"
     store.remove("b")
     assert list(sp.Store(store.folder)) == ["flowers-102"]
     for attempt in (store.load, store.remove):
@@ -124,7 +124,7 @@ def test_the_report_counts_adapters_too(base, tmp_path):
 def test_break_even_is_where_the_bytes_are(density, share):
     """T (d - a) > 1, against counting one task after the other."""
     base = 1_000_000
-    report = Report(base, (Cost("a", int(share * base), int(density * base)),))
+    report = StoreReport(base, (TaskCost("a", int(share * base), int(density * base)),))
     saves = [t for t in range(1, 10_000) if base + t * int(share * base) < t * int(density * base)]
     assert report.break_even == (saves[0] if saves else None)
     if saves:
@@ -132,16 +132,16 @@ def test_break_even_is_where_the_bytes_are(density, share):
 
 
 def test_a_report_says_for_each_task_from_how_many_on_it_pays():
-    costs = [Cost("dense", 10, 1000), Cost("thin", 10, 20), Cost("whole", 30, 20)]
-    text = str(Report(1000, tuple(costs)))
+    costs = [TaskCost("dense", 10, 1000), TaskCost("thin", 10, 20), TaskCost("whole", 30, 20)]
+    text = str(StoreReport(1000, tuple(costs)))
     rows = {line.split()[0]: line.split()[-1] for line in text.splitlines()}
     for cost in costs:
         saves = [t for t in range(1, 9999) if 1000 + t * cost.file < t * cost.network]
         assert rows[cost.name] == (str(saves[0]) if saves else "never")
     assert "a mix like these 3 tasks pays from 4 tasks on" in text
-    assert "a mix" not in str(Report(1000, tuple(costs[:1])))
-    assert "a mix like these 2 tasks never pays" in str(Report(1000, (costs[2],) * 2))
-    assert "a mix" not in str(Report(1000, ()))
+    assert "a mix" not in str(StoreReport(1000, tuple(costs[:1])))
+    assert "a mix like these 2 tasks never pays" in str(StoreReport(1000, (costs[2],) * 2))
+    assert "a mix" not in str(StoreReport(1000, ()))
 
 
 def test_tasks_of_several_bases_have_no_common_report(base, tmp_path):

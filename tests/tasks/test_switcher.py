@@ -149,14 +149,14 @@ def test_many_threads_get_what_they_ask_for(base, store, wanted):
 
 def test_one_network_is_built_once_for_all_who_wait(base, store, monkeypatch):
     built = []
-    slow = module.build_and_weigh
+    slow = module.build
 
     def counted(*args, **kwargs):
         built.append(1)
         time.sleep(0.2)
         return slow(*args, **kwargs)
 
-    monkeypatch.setattr(module, "build_and_weigh", counted)
+    monkeypatch.setattr(module, "build", counted)
     switcher = sp.Switcher(base, store)
     with ThreadPoolExecutor(6) as pool:
         nets = list(pool.map(lambda _: switcher.activate("a"), range(6)))
@@ -169,7 +169,7 @@ def test_all_who_wait_for_a_bad_task_are_told(base, store, monkeypatch):
         time.sleep(0.1)
         raise TaskFileError("overflow", "too much")
 
-    monkeypatch.setattr(module, "build_and_weigh", fails)
+    monkeypatch.setattr(module, "build", fails)
     switcher = sp.Switcher(base, store)
 
     def attempt(_):
@@ -231,7 +231,7 @@ def test_serving_needs_no_structure_and_no_training(tmp_path, base, store):
 
 def test_who_asks_after_a_replacement_gets_the_new_network(base, store, monkeypatch):
     """Also while another thread still builds the old one."""
-    slow, started, go_on = module.build_and_weigh, threading.Event(), threading.Event()
+    slow, started, go_on = module.build, threading.Event(), threading.Event()
 
     def waits(*args, **kwargs):
         if not started.is_set():
@@ -239,7 +239,7 @@ def test_who_asks_after_a_replacement_gets_the_new_network(base, store, monkeypa
             assert go_on.wait(600)
         return slow(*args, **kwargs)
 
-    monkeypatch.setattr(module, "build_and_weigh", waits)
+    monkeypatch.setattr(module, "build", waits)
     switcher = sp.Switcher(base, store)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(switcher.activate, "a")

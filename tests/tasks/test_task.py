@@ -17,8 +17,8 @@ from trained import EXAMPLE, DigitNet, batches, train_, trained
 import spalier as sp
 from spalier.adapters.attachment import attachment_of
 from spalier.errors import AttachmentError, ConfigError, NonFiniteError, PlanError, TaskFileError
-from spalier.tasks import fingerprint
-from spalier.tasks.container import KEY
+from spalier.tasks.base import forget_digests
+from spalier.tasks.format import KEY
 from spalier.tasks.table import LowRank, Table
 
 
@@ -115,7 +115,7 @@ def test_a_network_that_was_never_traced(base, tmp_path):
     sp.attach_(net, sp.SPLoRA(rank=2), head="8")
     awaken_(net).eval()
     task, x = reloaded(net, tmp_path), torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    assert task.info().density.channels is None
+    assert task.info.density.channels is None
     torch.testing.assert_close(task.build(base)(x), net(x))
     with pytest.raises(TaskFileError, match="traced with an example") as error:
         task.build(base, fold=True)
@@ -291,8 +291,8 @@ def test_files_are_small_flat_and_standard(tmp_path):
         assert set(file.keys()) == {"table", "masks", "adapters", "values"}
         assert set(file.metadata()) == {KEY}
         assert all(file.get_tensor(key).dim() == 1 for key in ("table", "masks", "adapters", "values"))
-    info = sp.Task.load(path).info()
-    assert info == task.info()
+    info = sp.Task.load(path).info
+    assert info == task.info
     shown = str(info)
     for word in ("digits", "accuracy", "0.97", "SPLoRA", "Apache-2.0", "10: 0, 1", "channels", "macs"):
         assert word in shown, word
@@ -342,10 +342,10 @@ def test_smaller_storages_cost_little_and_say_what(capsys):
     print(costs)
     assert "points" in capsys.readouterr().out
     by = {cost.storage: cost for cost in costs}
-    assert by["exact"].right == by["fp32"].right
+    assert by["exact"].accuracy == by["fp32"].accuracy
     assert by["exact"].deviation == 0
     for storage in ("fp16", "bf16", "int8"):
-        assert abs(by[storage].right - by["exact"].right) < 0.02
+        assert abs(by[storage].accuracy - by["exact"].accuracy) < 0.02
         assert 0 < by[storage].deviation < 0.05
     assert by["int8"].bytes < by["fp16"].bytes < by["exact"].bytes
 
@@ -358,7 +358,7 @@ def test_stored_is_what_the_file_gives(storage, tmp_path):
     task = sp.Task.of(net, "a")
     task.save(path, storage=storage)
     x, loaded = torch.randn(2, 3, 8, 8), sp.Task.load(path)
-    assert loaded.info().storage == storage
+    assert loaded.info.storage == storage
     assert torch.equal(loaded.build(base)(x), task.stored_as(storage).build(base)(x))
     tolerance = {"fp32": 0, "fp16": 1e-3, "bf16": 1e-2, "int8": 1e-2}[storage]
     wanted = task.adapter_values()
@@ -368,13 +368,13 @@ def test_stored_is_what_the_file_gives(storage, tmp_path):
 
 
 def test_int8_is_the_obvious_rounding():
-    from spalier.tasks.description import quantised, restored
+    from spalier.tasks.task import dequantise, quantise
 
     values, rows = torch.tensor([1.0, -0.5, 0.1, 0.0, 0.0, 0.0]), [(1, 3), (1, 3)]
-    codes, scales = quantised(values, rows)
+    codes, scales = quantise(values, rows)
     assert codes.tolist() == [127, -64, 13, 0, 0, 0]  # -63.5 goes to the even neighbour
     assert scales.tolist() == pytest.approx([1 / 127, 0])
-    assert float((restored(codes, scales, rows) - values).abs().max()) <= 0.5 / 127
+    assert float((dequantise(codes, scales, rows) - values).abs().max()) <= 0.5 / 127
 
 
 def test_storage_that_cannot_hold_a_number_is_refused(tmp_path):
@@ -455,7 +455,7 @@ def test_writes_to_the_base_are_noticed(base):
         base[0].weight.mul_(0.5)
     task.build(base)
     base[0].weight.data.mul_(2)  # past PyTorch's count
-    fingerprint.forget()
+    forget_digests()
     with pytest.raises(TaskFileError, match="other weights"):
         task.build(base)
 

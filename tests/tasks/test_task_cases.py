@@ -91,7 +91,7 @@ def test_a_task_applied_without_an_example_is_saved_again(density, base):
     sp.detach_(base)
     built = again.build(base, fold=True)
     torch.testing.assert_close(built[8].bias, net[8].bias + 1)
-    assert again.info().density == task.info().density
+    assert again.info.density == task.info.density
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -193,7 +193,7 @@ def test_modules_that_cannot_be_copied_are_named(kind):
     from spalier.tasks.base import Base
 
     with pytest.raises(TaskFileError) as error:
-        Base(other).cast({name: tensor.clone() for name, tensor in Base(other).tensors.items()})
+        Base(other).copy_with({name: tensor.clone() for name, tensor in Base(other).tensors.items()})
     assert error.value.code == "base"
     assert task.name == "a"
 
@@ -243,8 +243,8 @@ def test_descriptions_take_what_users_have(base, tmp_path):
         provenance={"file": tmp_path},
         licence=None,
     )
-    assert task.info().metrics == {"accuracy": 0.5, "loss": 2.0, "epochs": 3}
-    assert task.info().classes == ("katze", "猫", "गाय")
+    assert task.info.metrics == {"accuracy": 0.5, "loss": 2.0, "epochs": 3}
+    assert task.info.classes == ("katze", "猫", "गाय")
     assert "learned" in repr(task)
     for wrong in ({"metrics": [1]}, {"provenance": "x"}, {"classes": "cat"}, {"preprocessing": 3}):
         with pytest.raises(TaskFileError):

@@ -7,7 +7,7 @@ parts of an adapted network, and modules around it, are known as such. `Changes`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -369,8 +369,12 @@ def owners_of(net: nn.Module, names: Mapping[str, str]) -> dict[str, list[Owner]
     return found
 
 
+def update_of(owners: Sequence[Owner]) -> Update | None:
+    """What learns for the tensor at these places; tied tensors share it."""
+    return next((update for owner in owners if (update := owner.update) is not None), None)
+
+
 def fused_value(owners: Mapping[str, list[Owner]], name: str) -> Tensor:
     """A tensor as the network computes with it: its adapter is fused."""
-    tensor = owners[name][0].tensor.detach()
-    update = next((owner.update for owner in owners[name] if owner.update is not None), None)
+    tensor, update = owners[name][0].tensor.detach(), update_of(owners[name])
     return tensor if update is None else update(tensor)

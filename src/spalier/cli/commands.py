@@ -200,7 +200,7 @@ def eval_(console: Console, tasks: tuple[str, ...], base: str | None, part: str,
             bases[where] = open_base(where, **options)
         samples = _data_of(task, file, base, data, folder, size)
         found = _evaluate(task.build(bases[where]), samples, part)
-        recorded = task.info().metrics.get("accuracy")
+        recorded = task.info.metrics.get("accuracy")
         row = {"task": name, "data": samples.name, "part": part, "samples": found.samples}
         rows.append({**row, "accuracy": found.accuracy, "loss": found.loss, "recorded": recorded})
         shares = [
@@ -219,7 +219,7 @@ def _data_of(
     """The samples of a task's classes: from data by name, or from those of the run that it lies in."""
     from spalier.data import open_data
 
-    info = task.info()
+    info = task.info
     options: dict[str, Any] = {"validation_split": 0.1}
     run = opening.run_in(file.resolve().parent.parent) or (opening.run_in(Path(base)) if base else None)
     if data is None and run is None:

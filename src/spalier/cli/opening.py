@@ -186,7 +186,7 @@ def shape_of(text: str | None, tasks: Sequence[Task] = ()) -> tuple[int, ...]:
     """The shape of one input: as typed, or the size of the images that tasks were learned with."""
     if text is not None:
         return numbers(text, "--shape", "3,224,224")
-    sizes = {task.info().preprocessing.get("size") for task in tasks}
+    sizes = {task.info.preprocessing.get("size") for task in tasks}
     if len(sizes) == 1 and type(size := sizes.pop()) is int:
         return (3, size, size)
     raise click.UsageError("--shape is missing: the shape of one input, such as 3,224,224.")

@@ -66,7 +66,7 @@ def info(console: Console, task: str) -> None:
         spalier task info runs/digits/tasks/digits-50.task.safetensors
     """
     file = _one_file(task)
-    found = load_task(file).info()
+    found = load_task(file).info
     size = file.stat().st_size
     console.show(f"{found}\nfile  {size:,} bytes", {**found.to_dict(), "bytes": size})
 

@@ -12,7 +12,7 @@ from spalier.adapters import ADAPTERS
 from spalier.reporting import draw
 from spalier.reporting.figures import bars
 from spalier.reporting.load import MEASURES, TASK_SETTINGS, ReportData, TaskResult
-from spalier.tasks.costs import Cost, Report
+from spalier.tasks.store import StoreReport, TaskCost
 from spalier.text import byte_size, clean, percent, short_number
 
 MOST_SERIES = 12
@@ -317,18 +317,18 @@ def _files_figure(data: ReportData, known: Sequence[TaskResult]) -> draw.Figure:
     )
 
 
-def _costs(tasks: Sequence[TaskResult]) -> Report | None:
+def _costs(tasks: Sequence[TaskResult]) -> StoreReport | None:
     """Bytes of tasks like these; None where they are not known."""
     known = [t.numbers for t in tasks if all(t.numbers.get(n) for n in ("bytes", "network", "base"))]
-    costs = tuple(Cost("", int(numbers["bytes"]), int(numbers["network"])) for numbers in known)
-    return Report(int(max(numbers["base"] for numbers in known)), costs) if known else None
+    costs = tuple(TaskCost("", int(numbers["bytes"]), int(numbers["network"])) for numbers in known)
+    return StoreReport(int(max(numbers["base"] for numbers in known)), costs) if known else None
 
 
-def _pays_from(costs: Report | None) -> int | str | None:
+def _pays_from(costs: StoreReport | None) -> int | str | None:
     return None if costs is None else costs.break_even or "never"
 
 
-def _break_even_figure(methods: Mapping[str, Mapping[float, Report]]) -> draw.Figure:
+def _break_even_figure(methods: Mapping[str, Mapping[float, StoreReport]]) -> draw.Figure:
     """From how many tasks on a base and task files take less than networks, for each method and density.
 
     Densities and methods are alternatives: nothing is averaged over them.
@@ -365,7 +365,7 @@ def _break_even_figure(methods: Mapping[str, Mapping[float, Report]]) -> draw.Fi
     return draw.Figure("break-even", "Break-even", caption, panels, columns, rows, "files")
 
 
-def _costs_by_method(data: ReportData) -> Mapping[str, Mapping[float, Report]]:
+def _costs_by_method(data: ReportData) -> Mapping[str, Mapping[float, StoreReport]]:
     """By base and method, rank and whatever else differs but the task and the seed; by falling density."""
     known = [task for task in data.tasks if _costs([task]) is not None]
     several = len({task.architecture for task in known}) > 1

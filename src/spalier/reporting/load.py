@@ -25,7 +25,7 @@ from spalier.adapters import ADAPTERS
 from spalier.errors import ConfigError, RunError, SpalierError, TaskFileError
 from spalier.files import reason
 from spalier.runs.config import FREE, Settings
-from spalier.tasks.container import SUFFIX, check_name
+from spalier.tasks.format import SUFFIX, check_name
 from spalier.tasks.store import Store
 from spalier.tasks.task import Task
 from spalier.text import clean, import_optional
@@ -429,7 +429,7 @@ def layers(task: Task) -> list[Layer]:
 
 def _task_result(task: Task, run: str, settings: Mapping[str, Any], target: float) -> TaskResult:
     """What a task's file says; networks are counted in float32."""
-    said = task.description
+    said = task.info
     numbers: dict[str, float | None] = {"learned": said.learned}
     numbers |= {
         "test": share(said.metrics.get("accuracy")),
@@ -474,7 +474,7 @@ def _load_store(folder: Path) -> ReportData:
 
 
 def _stored(task: Task, file_bytes: int) -> TaskResult:
-    said = task.description
+    said = task.info
     origin, channels = said.provenance, said.density.channels
     name, target = split_name(task.name)
     if target is None:

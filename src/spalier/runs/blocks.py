@@ -34,7 +34,7 @@ class Block:
 
     def row(self) -> dict[str, Any]:
         """Numbers that are the same each time the run is made."""
-        density = self.task.description.density
+        density = self.task.info.density
         return {
             "task": self.task.name,
             "block": self.at.block,
@@ -44,7 +44,7 @@ class Block:
             "macs": _share(density.macs),
             "parameters": None if density.weights is None else density.weights[0],
             "macs_left": None if density.macs is None else density.macs[0],
-            "learned": self.task.description.learned,
+            "learned": self.task.info.learned,
             "validation": None if self.validation is None else self.validation.accuracy,
             "test": None if self.test is None else self.test.accuracy,
             "test_loss": None if self.test is None else self.test.loss,
@@ -55,13 +55,13 @@ class Block:
 
 def share_of(task: Task, budget: str) -> float:
     """How much of the base a task has left, by the measure of a budget; 1 where that is no share."""
-    pair = getattr(task.description.density, budget, None)
+    pair = getattr(task.info.density, budget, None)
     return 1.0 if pair is None else float(pair[0] / pair[1])
 
 
 def check_start(config: Settings, task: Task) -> None:
     """Refuse to begin with a task that the settings do not describe."""
-    found = task.description.adapter
+    found = task.info.adapter
     wanted = ADAPTERS[config.method].__name__
     if found["kind"] != wanted:
         names = {kind.__name__: name for name, kind in ADAPTERS.items()}

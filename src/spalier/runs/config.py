@@ -17,7 +17,7 @@ from spalier.runs.fields import check_known, checked, read, written
 from spalier.runs.recipes import RECIPES, settings
 from spalier.runs.seeds import seed_of
 from spalier.scheduling import agp, iterative
-from spalier.tasks.container import check_name
+from spalier.tasks.format import check_name
 
 SELECT_OPTIONS = ("normalise", "aggregate", "min_keep", "round_to", "protect", "rank")
 FILLED = frozenset({"name", "network_options", "final_epochs"}.union(*RECIPES.values()))

@@ -56,7 +56,7 @@ from spalier.runs.stopping import Stopping
 from spalier.runs.syncing import sum_gradients_, summed
 from spalier.selecting import select
 from spalier.structure.structure import structure_of
-from spalier.tasks.container import SUFFIX
+from spalier.tasks.format import SUFFIX
 from spalier.tasks.store import Store
 from spalier.tasks.task import Task
 

@@ -230,7 +230,7 @@ def _with_classes(config: Settings, data: Data) -> Data:
     if data.classes:
         return data
     known = next(path for path in (config.start_task, config.teacher) if path not in (None, "self"))
-    classes = tuple(Task.load(known).info().classes)
+    classes = tuple(Task.load(known).info.classes)
     if not classes:
         raise RunError(
             "classes", f"the samples have no classes, and {known!a} names none; expected a task with classes"

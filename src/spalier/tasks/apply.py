@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spalier.adapters.attach import attach_, detach_
-from spalier.adapters.attachment import Changes, attachment_of, owners_of
-from spalier.adapters.forward import updates
+from spalier.adapters.attachment import Changes, Owner, attachment_of, owners_of, update_of
 from spalier.adapters.geometry import is_norm
 from spalier.adapters.kinds import ADAPTERS, FineTune
 from spalier.errors import SpalierError, TaskFileError
@@ -21,31 +19,24 @@ from spalier.pruning.cuts import Cutter
 from spalier.pruning.modules import set_spread_
 from spalier.pruning.plan import MARK
 from spalier.tasks.base import Base
-from spalier.tasks.build import check_base, sizes_left
-from spalier.tasks.description import Learned, matrices
-from spalier.tasks.table import Integers, Values
+from spalier.tasks.build import check_base, resized_attributes
+from spalier.tasks.task import Task, matrices
 
 if TYPE_CHECKING:
     from spalier.structure.structure import Structure
 
 
-def apply_(task: Learned, net: nn.Module, example: Any) -> None:
+@torch.inference_mode(False)  # what learns has to be an ordinary tensor
+def apply_(task: Task, net: nn.Module, example: Any) -> None:
     """Attach, cut, and put in what was learned; on any error the base is as it was."""
-    with torch.inference_mode(False):  # what learns has to be an ordinary tensor
-        _apply_(task, net, example)
-
-
-def _apply_(task: Learned, net: nn.Module, example: Any) -> None:
     base = Base(net)
     check_base(task, base)
     adapter = _adapter(task)
     structure = None if example is None else _traced(task, base, example)
     heads = list(task.table.heads)
-    learned = _owners(
-        base, {n for row in task.table.rows if isinstance(row.source, Values) for n in row.names}
-    )
+    learned = _owners(base, {n for row in task.table.rows if row.source == "values" for n in row.names})
     learned -= set(heads)
-    chosen = _owners(base, {name for row, cut in task.pieces if cut.matrices for name in row.names})
+    chosen = _owners(base, {name for row, cut in task.cut_rows if cut.matrices for name in row.names})
     if isinstance(adapter, FineTune):  # norms are among what was chosen, by whichever option
         chosen, learned = learned, set()
     try:
@@ -60,7 +51,8 @@ def _apply_(task: Learned, net: nn.Module, example: Any) -> None:
         raise TaskFileError("base", f"the task's adapters do not fit the base: {error}") from error
     changes = Changes()
     try:
-        _fill_(task, net, base, changes, structure)
+        _fill_(task, net, base, changes)
+        _resize_(task, net, changes, structure)
     except BaseException:
         changes.undo_()
         detach_(net)
@@ -80,8 +72,8 @@ def _owners(base: Base, names: set[str]) -> set[str]:
     }
 
 
-def _adapter(task: Learned) -> Any:
-    settings, kinds = dict(task.description.adapter), {kind.__name__: kind for kind in ADAPTERS.values()}
+def _adapter(task: Task) -> Any:
+    settings, kinds = dict(task.info.adapter), {kind.__name__: kind for kind in ADAPTERS.values()}
     kind = kinds.get(settings.pop("kind"))
     known = set() if kind is None else {f.name for f in dataclasses.fields(kind)}
     try:
@@ -92,7 +84,7 @@ def _adapter(task: Learned) -> Any:
         raise TaskFileError("metadata", f"the adapter cannot be made again: {error}") from error
 
 
-def _traced(task: Learned, base: Base, example: Any) -> Structure:
+def _traced(task: Task, base: Base, example: Any) -> Structure:
     from spalier.tracing import trace
 
     for row in task.table.rows:
@@ -110,48 +102,43 @@ def _traced(task: Learned, base: Base, example: Any) -> Structure:
 
 
 @torch.no_grad()
-def _fill_(task: Learned, net: nn.Module, base: Base, changes: Changes, structure: Structure | None) -> None:
+def _fill_(task: Task, net: nn.Module, base: Base, changes: Changes) -> None:
+    """Cut every tensor and its update, and give those that learn the task's numbers."""
     owners = owners_of(net, base.ties)
     cutter = Cutter(attachment_of(net), changes)
-    factors, values = matrices(task.adapter_values(), task.adapter_rows), _taken(task)
-    for row, cut in task.pieces:
+    factors = matrices(task.adapter_values(), task.adapter_shapes)
+    values = _split(task, task.values, "values")
+    integers = _split(task, torch.tensor(task.integers, dtype=torch.int64, device="cpu"), "integers")
+    for row, cut in task.cut_rows:
         for name in row.names:
             places = owners[name]
-            if isinstance(row.source, Values | Integers):
-                _put_(changes, places, next(values))
+            if row.source in ("values", "integers"):
+                _put_(changes, places, next(values if row.source == "values" else integers))
                 continue
             if not cut.is_whole:
                 cutter.cut_(places, cut.indices)
-            update = next((u for o in places if (u := updates(o.module).get(o.key)) is not None), None)
+            update = update_of(places)
             if update is not None:
                 for parameter in update.parameters():
-                    _set_values_(changes, parameter, next(factors))
-    _follow_(task, net, changes, structure)
+                    _put_factor_(changes, parameter, next(factors))
 
 
-def _set_values_(changes: Changes, parameter: nn.Parameter, factor: Tensor) -> None:
-    shape = (len(factor), factor[0].numel() // max(1, parameter[0, 0].numel()), *parameter.shape[2:])
-    new = factor.to(parameter.device, parameter.dtype, copy=True).reshape(shape)
-    changes.set_values_(parameter, new)
+def _split(task: Task, flat: Tensor, source: str) -> Iterator[Tensor]:
+    """The tensors of one source, in the order of the table."""
+    shapes = [cut.shape for row, cut in task.cut_rows if row.source == source for _ in row.keys]
+    parts = flat.split([torch.Size(shape).numel() for shape in shapes])
+    return (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
-def _taken(task: Learned) -> Iterator[Tensor]:
-    """The task's own tensors, in the order of the table."""
-    values, integers = task.values, torch.tensor(task.integers, dtype=torch.int64, device="cpu")
-    for row, cut in task.pieces:
-        size = math.prod(cut.shape)
-        for _ in row.names:
-            if isinstance(row.source, Values):
-                part, values = values[:size], values[size:]
-                yield part.view(cut.shape)
-            elif isinstance(row.source, Integers):
-                part, integers = integers[:size], integers[size:]
-                yield part.view(cut.shape)
+def _put_factor_(changes: Changes, parameter: nn.Parameter, factor: Tensor) -> None:
+    taps = max(1, parameter[0, 0].numel())
+    shape = (len(factor), factor.shape[1] // taps, *parameter.shape[2:])
+    changes.set_values_(parameter, factor.to(parameter.device, parameter.dtype, copy=True).reshape(shape))
 
 
-def _put_(changes: Changes, places: Any, value: Tensor) -> None:
+def _put_(changes: Changes, places: Sequence[Owner], value: Tensor) -> None:
     """Let a learned tensor hold these values, wherever it sits."""
-    current: Tensor = getattr(places[0].module, places[0].place)[places[0].key]
+    current = places[0].tensor
     new = value.to(current.device, current.dtype, copy=True)
     if isinstance(current, nn.Parameter):
         changes.set_values_(current, new)
@@ -160,29 +147,27 @@ def _put_(changes: Changes, places: Any, value: Tensor) -> None:
         changes.set_(owner.module, owner.place, owner.key, new)
 
 
-def _follow_(task: Learned, net: nn.Module, changes: Changes, structure: Structure | None) -> None:
-    """Attributes, gathers, and the record of what is left."""
-    modules = dict(net.named_modules())
+def _resize_(task: Task, net: nn.Module, changes: Changes, structure: Structure | None) -> None:
+    """Let attributes and gathers follow, and note which units are left."""
+    modules, table = dict(net.named_modules()), task.table
     before: dict[str, dict[str, Any]] = {}
-    for path, values in sizes_left(task, modules).items():
+    for path, values in resized_attributes(task, modules).items():
         for key, value in values.items():
             old = modules[path].__dict__.get(key)
             if old != value:
-                if isinstance(value, int | tuple) and old is not None and path not in task.table.heads:
+                if isinstance(value, int | tuple) and old is not None and path not in table.heads:
                     before.setdefault(path, {})[key] = old
                 changes.set_(modules[path], "", key, value)
-    streams = len(task.table.streams)
-    for number, writer in enumerate(task.table.writers, start=streams):
+    for number, writer in enumerate(table.writers, start=len(table.streams)):
         own = task.masks[number][task.masks[writer.stream]]
         set_spread_(changes, modules[writer.module], own, writer.axis)
     if all(mask.all() for mask in task.masks):
         return
-    named = [*(name for name, _ in task.table.streams), *(w.name for w in task.table.writers)]
     units = [np.flatnonzero(mask).tolist() for mask in task.masks]
     kept = {
         "fingerprint": "" if structure is None else structure.fingerprint,
-        "streams": dict(zip(named[:streams], units[:streams], strict=True)),
-        "writers": dict(zip(named[streams:], units[streams:], strict=True)),
+        "streams": {name: kept for (name, _), kept in zip(table.streams, units, strict=False)},
+        "writers": {w.name: kept for w, kept in zip(table.writers, units[len(table.streams) :], strict=True)},
         "attributes": before,
     }
     changes.set_(net, "", MARK, kept)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spalier.adapters.attach import check_finite
-from spalier.adapters.attachment import Attachment, Owner, attachment_of, moved, owners_of
-from spalier.adapters.forward import updates
+from spalier.adapters.attachment import Attachment, Owner, attachment_of, moved, owners_of, update_of
 from spalier.adapters.geometry import first_names, is_finite, is_norm, tensors_of
 from spalier.adapters.kinds import LowRank, Pointwise, Update
 from spalier.budget import Meter
@@ -23,164 +22,125 @@ from spalier.pruning.attributes import resized_by_tensors
 from spalier.pruning.cuts import cut
 from spalier.pruning.plan import MARK, Kept, kept_of
 from spalier.structure.structure import Structure
-from spalier.tasks import fingerprint, table
-from spalier.tasks.description import Density, Learned
-from spalier.tasks.fingerprint import Fingerprint
-from spalier.tasks.table import Integers, Mask, Placement, Row, Source, Table, Values, Writer
+from spalier.tasks import table
+from spalier.tasks.base import architecture_digest, values_digest
+from spalier.tasks.table import Placement, Row, Source, Table, Writer
+from spalier.tasks.task import Density, Fingerprint, Task, TaskInfo
+
+_MAX_NUMEL = 4096
+"""Larger tensors of integers are no counters but other state, which a task file is not made for."""
 
 
-@dataclass
-class Described:
-    """All that makes a task of a network."""
-
-    table: Table
-    masks: list[Mask]
-    adapters: Tensor
-    values: Tensor
-    integers: tuple[int, ...]
-    base: Fingerprint
-    density: Density
-    learned: int
-    adapter: dict[str, Any]
-
-
-def describe(net: nn.Module, structure: Structure | None) -> Described:
-    """What a task file has to hold of an adapted network."""
+def extract(net: nn.Module, structure: Structure | None, name: str, said: Mapping[str, Any]) -> Task:
+    """The task that an adapted network has learned; ``said`` are the fields of its `TaskInfo` that users give."""
     attachment = attachment_of(net)
     attachment.check_present(whole=True)
     check_finite(net)
     if structure is not None and not isinstance(structure, Structure):
         raise ConfigError(f"structure is a {type(structure).__name__}, expected what trace returns")
     structure = structure or attachment.structure
+    owners = owners_of(net, first_names(tensors_of(net)))
     if structure is None and attachment.task is not None:
-        return _again(net, attachment.task)
+        # a task that was applied and trained on: the same table and masks, other numbers
+        task: Task = attachment.task
+        info = replace(task.info, name=name, storage="exact", **said)
+        return replace(task, info=info, **_numbers(task.table.rows, owners))
     if MARK in net.__dict__ and structure is None:
         raise PlanError(
             "the network is pruned, and its structure is not known; pass structure= as for prune_"
         )
-    return _Describer(net, attachment, structure).described()
+    return _Extractor(net, attachment, structure, owners).task(name, said)
 
 
-def _again(net: nn.Module, task: Learned) -> Described:
-    """A task that was applied and trained on: the same table and masks, other numbers."""
-    owners = owners_of(net, first_names(tensors_of(net)))
+def _numbers(rows: Sequence[Row], owners: Mapping[str, list[Owner]]) -> dict[str, Any]:
+    """All that was learned, in the order of the rows."""
     adapters: list[Tensor] = []
     values: list[Tensor] = []
     integers: list[int] = []
-    for row in task.table.rows:
+    for row in rows:
         for name in row.names:
-            owner = owners[name][0]
-            tensor = owner.tensor
-            if isinstance(row.source, Values):
+            tensor, update = owners[name][0].tensor, update_of(owners[name])
+            if row.source == "values":
                 values.append(tensor.detach().flatten())
-            elif isinstance(row.source, Integers):
+            elif row.source == "integers":
                 integers += [int(n) for n in tensor.flatten().tolist()]
-            else:
-                update = next(
-                    (u for o in owners[name] if (u := updates(o.module).get(o.key)) is not None), None
-                )
-                adapters += [] if update is None else [p.detach().flatten() for p in update.parameters()]
-    said = task.description
-    return Described(
-        task.table,
-        task.masks,
-        _flat(adapters),
-        _flat(values),
-        tuple(integers),
-        said.base,
-        said.density,
-        said.learned,
-        dict(said.adapter),
-    )
+            elif update is not None:
+                adapters += [p.detach().flatten() for p in update.parameters()]
+    empty = torch.empty(0, device="cpu")
+    return {
+        "adapters": _flat(adapters) if adapters else empty,
+        "scales": empty,
+        "values": _flat(values) if values else empty,
+        "integers": tuple(integers),
+    }
+
+
+def _flat(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.cpu() for part in parts])  # in the widest dtype that there is
 
 
 @dataclass
-class _Describer:
+class _Extractor:
     net: nn.Module
     attachment: Attachment
     structure: Structure | None
-    adapters: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
-    integers: list[int] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    owners: Mapping[str, list[Owner]]
 
-    def described(self) -> Described:
+    def __post_init__(self) -> None:
         structure = self.structure
         self.kept = Kept((), {}) if structure is None else kept_of(self.net, structure)
-        self.ties = first_names(tensors_of(self.net))
-        self.owners = owners_of(self.net, self.ties)
         self.bases = _base_tensors(self.attachment, self.owners)
-        self.writers = (
-            [] if structure is None else [w for w in structure.writers if w.name in self.kept.writers]
-        )
-        self.learned_in = {
+        self.writers = [w for w in structure.writers if w.name in self.kept.writers] if structure else []
+        self.learned = {
             id(entry.copy) for entry in self.attachment.replaced if isinstance(entry.copy, nn.Parameter)
         }
-        for name in self.owners:
-            self._add(name)
-        streams = () if structure is None else tuple((s.name, s.size) for s in structure.streams)
-        own = [self.kept.writers[w.name] for w in self.writers]
-        heads = self.attachment.heads
+        """Parameters that learn in copies of the base's."""
+        self.attributes = (self.net.__dict__.get(MARK) or {}).get("attributes", {})
+        """The base's values of attributes that pruning has changed, by module."""
+
+    def task(self, name: str, said: Mapping[str, Any]) -> Task:
+        structure, attachment = self.structure, self.attachment
+        rows = [row for name in self.owners if (row := self._row(name)) is not None]
         made = Table(
-            streams,
+            () if structure is None else tuple((s.name, s.size) for s in structure.streams),
             tuple(Writer(w.name, w.stream, w.module, w.axis) for w in self.writers),
-            _grouped(self.rows),
-            self._attributes(),
-            heads,
+            _grouped(rows),
+            self._sizes(),
+            attachment.heads,
             () if structure is None else structure.folds,
         )
-        taken = {name: self.bases[name] for name in self.owners if name not in made.own}
-        architecture = fingerprint.architecture(self.attachment.modules, self.ties, heads)
-        learned = sum(t.numel() for t in self.adapters) + sum(
-            self._current(n).numel() for n in self.owners if id(self._current(n)) in self.learned_in
+        masks = [*self.kept.streams, *(self.kept.writers[w.name] for w in self.writers)]
+        ties = first_names(tensors_of(self.net))
+        base = Fingerprint(
+            architecture_digest(attachment.modules, ties, attachment.heads),
+            values_digest({n: self.bases[n] for n in self.owners if n not in made.own}),
         )
-        return Described(
-            made,
-            [*self.kept.streams, *own],
-            _flat(self.adapters),
-            _flat(self.values),
-            tuple(self.integers),
-            Fingerprint(architecture, fingerprint.values(taken)),
-            self._density(),
-            learned,
-            _adapter(self.attachment.adapter),
-        )
+        numbers = _numbers(made.rows, self.owners)
+        tensors = [owners[0].tensor for owners in self.owners.values()]
+        learned = numbers["adapters"].numel() + sum(t.numel() for t in tensors if id(t) in self.learned)
+        info = TaskInfo(name, _adapter(attachment.adapter), base, self._density(tensors), learned, **said)
+        return Task(info, made, masks, **numbers)
 
-    def _current(self, name: str) -> Tensor:
-        return self.owners[name][0].tensor
-
-    def _add(self, name: str) -> None:
+    def _row(self, name: str) -> Row | None:
         """A row for a tensor, unless it is the base's as it is."""
-        tensor = self._current(name)
-        update = next((u for o in self.owners[name] if (u := updates(o.module).get(o.key)) is not None), None)
-        axes = self._axes(name)
-        source: Source = table.Frozen()
+        tensor, update = self.owners[name][0].tensor, update_of(self.owners[name])
+        axes = self._axes(name, tensor)
+        source: Source = "base"
         if update is not None:
             source = self._adapted(name, update)
-            self.adapters += [p.detach().flatten() for p in update.parameters()]
         elif self._is_own(name, tensor):
-            if tensor.is_floating_point():
-                source = Values()
-                if not is_finite(tensor):
-                    raise NonFiniteError(
-                        f"{name} has changed since attach_, and holds NaN or infinite values"
-                    )
-                self.values.append(tensor.detach().flatten())
-            else:
-                source = Integers()
-                self.integers += self._numbers(name, tensor)
+            source = "values" if tensor.is_floating_point() else "integers"
+            self._check_own(name, tensor, is_cut=any(axes))
         elif not any(axes):
-            return
-        whole = tuple(tensor.shape) if self.structure is None else self.structure.shapes[name]
+            return None
+        shape = tuple(tensor.shape) if self.structure is None else self.structure.shapes[name]
         path, _, key = name.rpartition(".")
-        self.rows.append(Row(path, (key,), whole, axes, source))
+        return Row(path, (key,), shape, axes, source)
 
     def _is_own(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor is the task's own: it learns, or it is a buffer that has changed."""
-        if id(tensor) in self.learned_in:
-            return True
         if isinstance(tensor, nn.Parameter):
-            return False
+            return id(tensor) in self.learned
         if is_norm(self.owners[name][0].module) or name.rpartition(".")[0] in self.attachment.heads:
             return True
         base = self.bases[name]
@@ -189,23 +149,22 @@ class _Describer:
             base = cut(base, tuple(None if m.all() else np.flatnonzero(m) for m in masks))
         return not torch.equal(tensor, base.to(tensor.device))
 
-    def _numbers(self, name: str, tensor: Tensor) -> list[int]:
-        if (
-            tensor.shape != self.bases[name].shape
-            or tensor.numel() > 4096
-            or tensor.is_complex()
-            or any(self._axes(name))
-        ):
+    def _check_own(self, name: str, tensor: Tensor, *, is_cut: bool) -> None:
+        if tensor.is_floating_point():
+            if not is_finite(tensor):
+                raise NonFiniteError(f"{name} has changed since attach_, and holds NaN or infinite values")
+            return
+        is_resized = is_cut or tensor.shape != self.bases[name].shape
+        if is_resized or tensor.numel() > _MAX_NUMEL or tensor.is_complex():
             raise AttachmentError(
                 f"{name} ({tensor.dtype}) has changed since attach_, and a task file cannot hold it; expected few "
-                "whole numbers: keep such state outside of the network"
+                "integers: keep such state outside of the network"
             )
-        return [int(n) for n in tensor.flatten().tolist()]
 
     def _adapted(self, name: str, update: Update) -> Source:
-        owner = self.owners[name][0]
-        noted = (self.net.__dict__.get(MARK) or {}).get("attributes", {}).get(name.rpartition(".")[0], {})
-        groups = noted.get("groups", getattr(owner.module, "groups", 1))  # as the base has them
+        module = self.owners[name][0].module
+        noted = self.attributes.get(name.rpartition(".")[0], {})
+        groups = noted.get("groups", getattr(module, "groups", 1))  # as the base has them
         inputs_first = update.geometry.inputs_first
         if type(update) is LowRank:
             taps = math.prod(update.down.shape[2:])
@@ -217,32 +176,31 @@ class _Describer:
             "network and save that instead"
         )
 
-    def _axes(self, name: str) -> tuple[tuple[Placement, ...], ...]:
-        if self.structure is None:
-            return ((),) * self._current(name).dim()
+    def _axes(self, name: str, tensor: Tensor) -> tuple[tuple[Placement, ...], ...]:
+        """The masks on each axis of a tensor."""
+        structure = self.structure
+        if structure is None:
+            return ((),) * tensor.dim()
         found = []
-        for axis in range(len(self.structure.shapes[name])):
+        for axis in range(len(structure.shapes[name])):
             placed = [
-                Placement(number, None if self._is_whole(number, units) else units)
-                for number, units in self.structure.axes.get((name, axis), ())
+                Placement(
+                    stream,
+                    None if np.array_equal(units, np.arange(structure.streams[stream].size)) else units,
+                )
+                for stream, units in structure.axes.get((name, axis), ())
             ]
-            for number, writer in enumerate(self.writers, start=len(self.structure.streams)):
+            for number, writer in enumerate(self.writers, start=len(structure.streams)):
                 if (name, axis) in writer.members:
                     placed.append(Placement(number))
             found.append(tuple(placed))
         return tuple(found)
 
-    def _is_whole(self, stream: int, units: Any) -> bool:
-        """Whether each index of an axis is the unit of the same number."""
-        assert self.structure is not None
-        return np.array_equal(units, np.arange(self.structure.streams[stream].size))
-
-    def _attributes(self) -> dict[str, dict[str, int | tuple[int, ...]]]:
-        """Sizes that a module's tensors do not tell."""
-        noted = (self.net.__dict__.get(MARK) or {}).get("attributes", {})
+    def _sizes(self) -> dict[str, dict[str, int | tuple[int, ...]]]:
+        """Sizes that a module's code holds and its tensors do not tell, by path."""
         modules = dict(self.net.named_modules())
         found: dict[str, dict[str, int | tuple[int, ...]]] = {}
-        for path, values in noted.items():
+        for path, values in self.attributes.items():
             module = modules[path]
             if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerEncoder):
                 continue  # building closes their fast paths by itself
@@ -252,13 +210,11 @@ class _Describer:
                 found[path] = {key: module.__dict__[key] for key in values}
         return found
 
-    def _density(self) -> Density:
-        if self.structure is None:
-            total = sum(
-                self._current(n).numel() for n in self.owners if isinstance(self._current(n), nn.Parameter)
-            )
-            return Density(None, (total, total), None)
-        return Density(**Meter(self.net, self.structure).densities())
+    def _density(self, tensors: Sequence[Tensor]) -> Density:
+        if self.structure is not None:
+            return Density(**Meter(self.net, self.structure).densities())
+        total = sum(tensor.numel() for tensor in tensors if isinstance(tensor, nn.Parameter))
+        return Density(None, (total, total), None)
 
 
 def _base_tensors(attachment: Attachment, owners: Mapping[str, list[Owner]]) -> dict[str, Tensor]:
@@ -266,10 +222,10 @@ def _base_tensors(attachment: Attachment, owners: Mapping[str, list[Owner]]) -> 
     before = {(id(m), place, key): value for m, place, key, value in reversed(attachment.pruned.entries)}
     before |= {(id(e.module), e.kind, e.key): e.moved_original() for e in attachment.replaced}
     found = {}
-    for name, several in owners.items():
-        owner = several[0]
-        current = owner.tensor
-        found[name] = moved(before.get((id(owner.module), owner.place, owner.key), current), current)
+    for name, (owner, *_) in owners.items():
+        found[name] = moved(
+            before.get((id(owner.module), owner.place, owner.key), owner.tensor), owner.tensor
+        )
     return found
 
 
@@ -277,36 +233,18 @@ def _grouped(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Tensors of a module that follow each other and are alike share a row."""
     found: list[Row] = []
     for row in rows:
-        last = found[-1] if found else None
-        if (
-            last is not None
-            and isinstance(row.source, Values | table.Frozen | Integers)
-            and _alike(last, row)
-        ):
-            found[-1] = dataclasses.replace(last, keys=last.keys + row.keys)
+        if found and isinstance(row.source, str) and _key(found[-1]) == _key(row):
+            found[-1] = replace(found[-1], keys=found[-1].keys + row.keys)
         else:
             found.append(row)
     return tuple(found)
 
 
-def _alike(one: Row, other: Row) -> bool:
-    def coded(row: Row) -> list[Any]:
-        return [[(p.mask, None if p.units is None else p.units.tolist()) for p in on] for on in row.axes]
-
-    same = (one.path, one.shape, type(one.source)) == (other.path, other.shape, type(other.source))
-    return same and coded(one) == coded(other)
-
-
-def _flat(parts: Sequence[Tensor]) -> Tensor:
-    """One tensor of all numbers, in the widest dtype that there is, so that none is changed."""
-    if not parts:
-        return torch.empty(0, device="cpu")
-    dtype = parts[0].dtype
-    for part in parts:
-        dtype = torch.promote_types(dtype, part.dtype)
-    return torch.cat([part.cpu().to(dtype) for part in parts])
+def _key(row: Row) -> tuple[Any, ...]:
+    axes = [[(p.mask, None if p.units is None else p.units.tolist()) for p in placed] for placed in row.axes]
+    return row.path, row.shape, row.source, axes
 
 
 def _adapter(adapter: Any) -> dict[str, Any]:
-    fields = dataclasses.fields(adapter) if dataclasses.is_dataclass(adapter) else ()
-    return {"kind": type(adapter).__name__, **{f.name: getattr(adapter, f.name) for f in fields}}
+    settings = vars(adapter) if dataclasses.is_dataclass(adapter) else {}
+    return {"kind": type(adapter).__name__, **settings}

@@ -1,6 +1,6 @@
-"""The model card of a task: a README.md for the hub, where whatever the task says shows as text, never as markup.
+"""Tasks on the Hugging Face hub: one repository each, or several in one, with a model card.
 
-Tasks on the Hugging Face hub: one repository each, or several in one; what comes from there is not trusted.
+What comes from the hub is not trusted. In a card, whatever a task says shows as text, never as markup.
 """
 
 from __future__ import annotations
@@ -9,27 +9,28 @@ import contextlib
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from spalier import files
 from spalier.errors import TaskFileError
-from spalier.tasks.container import SUFFIX, check_name, dump
-from spalier.tasks.description import Density, Description
-from spalier.tasks.task import Task
+from spalier.tasks.format import SUFFIX, check_name, dump_json
+from spalier.tasks.store import Store
+from spalier.tasks.task import Density, Task, TaskInfo, share_text
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 MAX_CLASSES = 50
 """How many classes a card lists."""
+MAX_ANSWER = 300
+"""How many characters of the hub's answer a message shows."""
 
-_PLACEHOLDER = "OWNER/NAME"
-_PUNCTUATION = re.compile(
-    r"[!-+:-@\[-`{-~]|(?<!\w)-|-(?!\w)"
-)  # all of ASCII but , . / and the - inside of words
+# all of ASCII but , . / and the - inside of words
+_PUNCTUATION = re.compile(r"[!-+:-@\[-`{-~]|(?<!\w)-|-(?!\w)")
+_SECRET = re.compile(r"\bhf_[A-Za-z0-9]{20,}|(?<=[Bb]earer )\S+")
 
 # the hub refuses a card whose licence is not among its own (huggingface_hub issue 4218): SPDX names in lower case, a
 # few of models, and families such as "gpl", which are left out here
@@ -41,9 +42,20 @@ _LICENCES = """
     gemma gpl-2.0 gpl-3.0 isc lgpl-2.1 lgpl-3.0 llama2 llama3 llama3.1 llama3.2 llama3.3 lppl-1.3c mit mpl-2.0 ms-pl
     ncsa ofl-1.1 openrail osl-3.0 postgresql unlicense wtfpl zlib
 """
+_USAGE = """## How to use
+
+`base` is the network that the task was learned on; its fingerprints are checked.
+
+```python
+from spalier import Store, Switcher
+
+store = Store("tasks")
+store.pull({repository}, {name})
+net = Switcher(base, store).activate({name})
+```"""
 
 
-def card(task: Task, size: int, repository: str = _PLACEHOLDER) -> str:
+def card(task: Task, size: int, repository: str = "OWNER/NAME") -> str:
     """The README.md of a task's repository on the hub.
 
     Args:
@@ -51,19 +63,30 @@ def card(task: Task, size: int, repository: str = _PLACEHOLDER) -> str:
         size: how many bytes its file has.
         repository: where it is, for the example of use.
     """
-    said = task.description
+    from huggingface_hub import ModelCardData
+
+    info = task.info
+    data = ModelCardData(
+        library_name="spalier",
+        tags=[tag for tag in ("spalier", "structured-pruning", info.adapter["kind"].lower()) if tag],
+        metrics=list(info.metrics) or None,
+        **_licence(info.licence),
+    )
+    classes = _section("Classes", "output", "class", enumerate(info.classes[:MAX_CLASSES]))
+    if len(info.classes) > MAX_CLASSES:
+        classes += f"\n\nand {len(info.classes) - MAX_CLASSES:,} more, which are in the file."
     parts = [
-        f"# {escaped(said.name)}",
+        f"# {escaped(info.name)}",
         "A task for one frozen base network: which of its channels are kept, and what was learned on top. With the "
         "base, it builds a plain network that is smaller and faster; without it, it is of no use.",
-        _section("Facts", ("", ""), _facts(said, size)),
-        _section("Metrics", ("metric", "value"), ((k, f"{v:g}") for k, v in said.metrics.items())),
-        _classes(said),
-        _section("Preprocessing", ("setting", "value"), _items(said.preprocessing)),
-        _section("Provenance", ("", ""), _items(said.provenance)),
-        _usage(said.name, repository),
+        _section("Facts", "", "", _facts(info, size)),
+        _section("Metrics", "metric", "value", ((key, f"{value:g}") for key, value in info.metrics.items())),
+        classes,
+        _section("Preprocessing", "setting", "value", info.preprocessing.items()),
+        _section("Provenance", "", "", info.provenance.items()),
+        _USAGE.format(repository=json.dumps(repository), name=json.dumps(info.name)),
     ]
-    return f"{_front_matter(said)}\n\n" + "\n\n".join(part for part in parts if part) + "\n"
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
 
 
 def escaped(text: str) -> str:
@@ -75,122 +98,42 @@ def escaped(text: str) -> str:
     return _PUNCTUATION.sub(lambda match: f"&#{ord(match[0])};", text)
 
 
-def _front_matter(said: Description) -> str:
-    """YAML of JSON strings, so that no value can end or add a line."""
-    tags = ["spalier", "structured-pruning", said.adapter["kind"].lower()]
-    lines = ["---", f"library_name: {_quoted('spalier')}", "tags:", *_listed(filter(None, tags))]
-    if said.licence:
-        lines += _licence(said.licence)
-    if said.metrics:
-        lines += ["metrics:", *_listed(said.metrics)]
-    return "\n".join([*lines, "---"])
-
-
-def _licence(licence: str) -> list[str]:
+def _licence(licence: str) -> dict[str, Any]:
     """The licence as the hub knows it, or as another one with its name."""
     known = licence.lower().removesuffix("-only")
-    if known in _LICENCES.split():
-        return [f"license: {_quoted(known)}"]
+    if not licence or known in _LICENCES.split():
+        return {"license": known} if licence else {}
     name = re.sub(r"[^a-z0-9.]+", "-", licence.lower()).strip("-.")
-    return [f"license: {_quoted('other')}", *([f"license_name: {_quoted(name)}"] if name else [])]
+    return {"license": "other", **({"license_name": name} if name else {})}
 
 
-def _listed(values: Iterable[str]) -> list[str]:
-    return [f"- {_quoted(value)}" for value in values]
-
-
-def _quoted(value: str) -> str:
-    """A JSON string, which is YAML too as long as characters beyond 16 bits are not written as two escapes."""
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _facts(said: Description, size: int) -> list[tuple[str, str]]:
-    settings = ", ".join(f"{key}={_shown(value)}" for key, value in said.adapter.items() if key != "kind")
+def _facts(info: TaskInfo, size: int) -> list[tuple[str, str]]:
+    settings = ", ".join(f"{key}={_text(value)}" for key, value in info.adapter.items() if key != "kind")
     return [
-        ("adapter", f"{said.adapter['kind']}({settings})"),
-        ("learned parameters", f"{said.learned:,}"),
-        *((f"{f.name} kept", _share(getattr(said.density, f.name))) for f in fields(Density)),
-        ("stored as", said.storage),
-        ("file", f"{said.name}{SUFFIX}"),
+        ("adapter", f"{info.adapter['kind']}({settings})"),
+        ("learned parameters", f"{info.learned:,}"),
+        *((f"{f.name} kept", share_text(getattr(info.density, f.name))) for f in fields(Density)),
+        ("stored as", info.storage),
+        ("file", f"{info.name}{SUFFIX}"),
         ("file size", f"{size:,} bytes"),
-        ("base, its architecture", said.base.architecture),
-        ("base, its values", said.base.values),
-        ("licence", said.licence or "not stated"),
+        ("base, its architecture", info.base.architecture),
+        ("base, its values", info.base.values),
+        ("licence", info.licence or "not stated"),
     ]
 
 
-def _share(pair: tuple[int, int] | None) -> str:
-    return "not known" if pair is None else f"{pair[0]:,} of {pair[1]:,} ({pair[0] / pair[1]:.1%})"
-
-
-def _classes(said: Description) -> str:
-    names = list(said.classes)
-    found = _section(
-        "Classes", ("output", "class"), ((str(i), name) for i, name in enumerate(names[:MAX_CLASSES]))
-    )
-    rest = len(names) - MAX_CLASSES
-    return f"{found}\n\nand {rest:,} more, which are in the file." if rest > 0 else found
-
-
-def _items(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(key, _shown(value)) for key, value in values.items()]
-
-
-def _shown(value: object) -> str:
-    return value if isinstance(value, str) else dump(value)
-
-
-def _section(title: str, header: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
+def _section(title: str, key: str, value: str, rows: Iterable[tuple[Any, Any]]) -> str:
     """A table under a heading, or nothing: in a cell, no text can begin a list, a rule or a block."""
-    lines = [f"| {escaped(key)} | {escaped(value)} |" for key, value in rows]
-    if not lines:
-        return ""
-    return "\n".join([f"## {title}", "", f"| {header[0]} | {header[1]} |", "| --- | --- |", *lines])
+    lines = [f"| {escaped(_text(k))} | {escaped(_text(v))} |" for k, v in rows]
+    return "\n".join([f"## {title}", "", f"| {key} | {value} |", "| --- | --- |", *lines]) if lines else ""
 
 
-def _usage(name: str, repository: str) -> str:
-    return "\n".join(
-        [
-            "## How to use",
-            "",
-            "`base` is the network that the task was learned on; its fingerprints are checked.",
-            "",
-            "```python",
-            "from spalier import Store, Switcher",
-            "",
-            'store = Store("tasks")',
-            f"store.pull({json.dumps(repository)}, {json.dumps(name)})",
-            f"net = Switcher(base, store).activate({json.dumps(name)})",
-            "```",
-        ]
-    )
-
-
-_LONGEST = 300
-"""How many characters of an answer a message shows."""
-_SECRET = re.compile(r"\bhf_[A-Za-z0-9]{20,}|(?<=[Bb]earer )\S+")
-
-
-class Shelf(Protocol):
-    """What the hub needs of a `Store`."""
-
-    def __iter__(self) -> Iterator[str]: ...
-
-    def path(self, name: str) -> Path:
-        """Where a task's file is."""
-        ...
-
-    def load(self, name: str) -> Task:
-        """Read a task."""
-        ...
-
-    def add(self, task: Task, name: str | None = None, *, overwrite: bool = False) -> Path:
-        """Write a task."""
-        ...
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else dump_json(value)
 
 
 def push(
-    store: Shelf,
+    store: Store,
     name: str,
     repository: str,
     *,
@@ -213,9 +156,11 @@ def push(
         message: of the commit.
     """
     _check_repository(repository)
-    task, data = _read(store, name)
-    task = replace(task, description=replace(task.description, name=name))  # as the store calls it
-    with _translated(f"pushing {name!r} to {repository!a}", token):
+    with files.opened(store.path(name)) as (file, size):
+        data = bytes(files.read_exactly(file, size))
+    task = Task.from_bytes(data)
+    task = replace(task, info=replace(task.info, name=name))  # as the store calls it
+    with _one_error(f"pushing {name!r} to {repository!a}", token):
         from huggingface_hub import CommitOperationAdd
 
         api = _api(endpoint, token)
@@ -236,7 +181,7 @@ def push(
 
 
 def pull(
-    store: Shelf,
+    store: Store,
     repository: str,
     name: str,
     *,
@@ -258,10 +203,10 @@ def pull(
     """
     check_name(name)
     _check_repository(repository)
-    _check_free(store, name, overwrite)
-    # a folder of its own: in the hub's cache files are links, which `Task.load` refuses
+    store.check_free(name, overwrite=overwrite)  # before anything is downloaded
     asked = f"pulling {name!r} from {repository!a}"
-    with _translated(asked, token), tempfile.TemporaryDirectory(prefix="spalier-") as folder:
+    # a folder of its own: in the hub's cache files are links, which `Task.load` refuses
+    with _one_error(asked, token), tempfile.TemporaryDirectory(prefix="spalier-") as folder:
         path = _api(endpoint, token).hf_hub_download(
             repository, f"{name}{SUFFIX}", revision=revision, local_dir=folder
         )
@@ -274,35 +219,6 @@ def _check_repository(repository: object) -> None:
         raise TaskFileError("hub", f"the repository is a {type(repository).__name__}; pass OWNER/NAME")
 
 
-def _read(store: Shelf, name: str) -> tuple[Task, bytes]:
-    """A task, and the very bytes that it was read from."""
-    path = store.path(name)
-    before = _stamp(path)
-    task = store.load(name)
-    with files.opened(path) as (file, size):
-        data = bytes(files.read_exactly(file, size))
-    if _stamp(path) != before:
-        raise TaskFileError("changed", f"{name!r} was changed while it was read; try again")
-    return task, data
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """What changes with every new file of a name."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return None  # reading it says what is wrong
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _check_free(store: Shelf, name: str, overwrite: bool) -> None:
-    """Refuse what `Store.add` will refuse, before anything is downloaded."""
-    for other in store:
-        if other.lower() == name.lower() and not (overwrite and other == name):
-            advice = "pass overwrite=True to replace it" if other == name else "file systems mix them up"
-            raise TaskFileError("exists", f"the store has a task {other!r} already; {advice}")
-
-
 def _api(endpoint: str | None, token: str | None) -> HfApi:
     from huggingface_hub import HfApi
 
@@ -310,7 +226,7 @@ def _api(endpoint: str | None, token: str | None) -> HfApi:
 
 
 @contextlib.contextmanager
-def _translated(asked: str, token: str | None) -> Iterator[None]:
+def _one_error(asked: str, token: str | None) -> Iterator[None]:
     """Whatever the hub's library raises, as one line: what was asked, what was answered, what to do."""
     try:
         yield
@@ -321,12 +237,11 @@ def _translated(asked: str, token: str | None) -> Iterator[None]:
             "hub", f"{asked} needs the package huggingface_hub: pip install 'spalier[hub]'"
         ) from error
     except Exception as error:  # it has several families of errors, its HTTP library others, by version
-        answer, advice = _answer(error, token)
-        leaks = any(_without(token, str(one)) != str(one) for one in _chain(error))
-        raise TaskFileError("hub", f"{asked}: {answer}; {advice}") from (None if leaks else error)
+        leaks = any(_without_token(str(one), token) != str(one) for one in _chain(error))
+        raise TaskFileError("hub", f"{asked}: {_answer(error, token)}") from (None if leaks else error)
 
 
-def _without(token: str | None, text: str) -> str:
+def _without_token(text: str, token: str | None) -> str:
     """Text without the token, which a server may send back, or which is in an error about it."""
     secret = (token or "").strip()
     return _SECRET.sub("<token>", text.replace(secret, "<token>") if secret else text)
@@ -340,51 +255,35 @@ def _chain(error: BaseException) -> list[BaseException]:
     return found
 
 
-def _answer(error: Exception, token: str | None) -> tuple[str, str]:
+def _answer(error: Exception, token: str | None) -> str:
     """What the hub said, and what to do about it."""
     from huggingface_hub import errors
 
+    def one_line(text: str) -> str:  # the token goes first, as half of it is still a secret
+        return ascii(" ".join(_without_token(text, token).split()))[1:-1][:MAX_ANSWER]
+
     chain = _chain(error)
-    for kind, answer, advice in (
-        (errors.HFValidationError, "that is no repository's name", "pass OWNER/NAME"),
-        (errors.OfflineModeIsEnabled, "the hub's offline mode is on", "unset HF_HUB_OFFLINE"),
-        (errors.GatedRepoError, "access is granted on request", "ask for it on the repository's page"),
-        (
-            errors.RepositoryNotFoundError,
-            "there is no such repository, or it is private",
-            "check its name, and log in or pass a token",
-        ),
-        (
-            errors.RevisionNotFoundError,
-            "the repository has no such revision",
-            "pass a branch, tag or commit of it",
-        ),
-        (
-            errors.RemoteEntryNotFoundError,
-            "the repository has no such task",
-            f"look for the files *{SUFFIX} on its page",
-        ),
-    ):
+    answers = {
+        errors.HFValidationError: "that is no repository's name; pass OWNER/NAME",
+        errors.OfflineModeIsEnabled: "the hub's offline mode is on; unset HF_HUB_OFFLINE",
+        errors.GatedRepoError: "access is granted on request; ask for it on the repository's page",
+        errors.RepositoryNotFoundError: "there is no such repository, or it is private; check its name, and log in or "
+        "pass a token",
+        errors.RevisionNotFoundError: "the repository has no such revision; pass a branch, tag or commit of it",
+        errors.RemoteEntryNotFoundError: f"the repository has no such task; look for files *{SUFFIX} on its page",
+    }
+    for kind, answer in answers.items():
         if any(isinstance(one, kind) for one in chain):
-            return answer, advice
+            return answer
     for one in chain:
         if isinstance(one, errors.HfHubHTTPError):
-            return _status(one.response.status_code, _one_line(one.server_message or "no reason", token))
+            code = one.response.status_code
+            advice = "check the repository, the name and the endpoint"
+            if code in (401, 403):
+                advice = "log in with `hf auth login`, or pass a token that may do this"
+            elif code == 429 or code >= 500:
+                advice = "try again later"
+            return f"the hub answered {code}, {one_line(one.server_message or 'no reason')}; {advice}"
     told = chain[1] if isinstance(error, errors.LocalEntryNotFoundError) and len(chain) > 1 else error
-    answer = _one_line(str(told) or type(told).__name__, token)
-    return answer, "check the connection, the endpoint and the space on disk"
-
-
-def _status(code: int, said: str) -> tuple[str, str]:
-    """What a status says, and what to do about it."""
-    answer = f"the hub answered {code}, {said}"
-    if code in (401, 403):
-        return answer, "log in with `hf auth login`, or pass a token that may do this"
-    if code == 429 or code >= 500:
-        return answer, "try again later"
-    return answer, "check the repository, the name and the endpoint"
-
-
-def _one_line(text: str, token: str | None) -> str:
-    """Text of a stranger in one line that is safe to print; the token goes first, as half of it is still a secret."""
-    return ascii(" ".join(_without(token, text).split()))[1:-1][:_LONGEST]
+    said = one_line(str(told) or type(told).__name__)
+    return f"{said}; check the connection, the endpoint and the space on disk"

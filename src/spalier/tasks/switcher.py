@@ -11,23 +11,22 @@ from typing import Any
 
 from torch import nn
 
+from spalier import files
 from spalier.errors import ConfigError, TaskFileError
-from spalier.tasks.base import Base, Pool
-from spalier.tasks.build import build_and_weigh
+from spalier.tasks.base import Base
+from spalier.tasks.build import Pool, build, bytes_beside
 from spalier.tasks.store import Store
-
-Stamp = tuple[int, int, int]
-"""What changes with every new file of a name."""
+from spalier.text import check_integer
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A built network."""
+class ReadyNetwork:
+    """A built network, and the file that it was built of."""
 
     name: str
     net: nn.Module
     bytes: int
-    stamp: Stamp
+    stamp: tuple[int, int, int]
 
 
 class Switcher:
@@ -54,16 +53,15 @@ class Switcher:
         limit: int | None = None,
         fold: bool = False,
     ) -> None:
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
-            raise ConfigError(f"limit is {limit!r}, expected a number of bytes or None")
         if not isinstance(fold, bool):
             raise ConfigError(f"fold is {fold!r}, expected True or False")
         self.store = store if isinstance(store, Store) else Store(store)
-        self.limit, self._fold = limit, fold
+        self.limit = None if limit is None else check_integer("limit", limit)
+        self._fold = fold
         self._base = Base(base)
-        self._ready: OrderedDict[str, Ready] = OrderedDict()
-        self._building: dict[str, Future[Ready]] = {}
-        self._current: Ready | None = None
+        self._ready: OrderedDict[str, ReadyNetwork] = OrderedDict()
+        self._building: dict[str, Future[ReadyNetwork]] = {}
+        self._active: ReadyNetwork | None = None
         self._paths: dict[str, str] = {}
         self._pool = Pool()
         self._lock = threading.Lock()
@@ -71,8 +69,8 @@ class Switcher:
     @property
     def active(self) -> str | None:
         """The name of the active task."""
-        current = self._current
-        return None if current is None else current.name
+        active = self._active
+        return None if active is None else active.name
 
     @property
     def ready(self) -> list[str]:
@@ -88,36 +86,35 @@ class Switcher:
 
     def activate(self, name: str) -> nn.Module:
         """Make a task the active one; its network, which stays usable whatever is activated later."""
-        found = self._get(name)
-        with self._lock:
-            self._current = found
-            gone = self._evict_()
-        self._let_go(gone)
-        return found.net
+        return self._network(name, activate=True)
 
     def network(self, name: str) -> nn.Module:
         """The network of a task, without making it the active one."""
-        found = self._get(name)
-        with self._lock:
-            gone = self._evict_()
-        self._let_go(gone)
-        return found.net
+        return self._network(name, activate=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the active network."""
-        current = self._current
-        if current is None:
+        active = self._active
+        if active is None:
             raise TaskFileError("missing", "no task is active; call activate(name) first")
-        return current.net(*args, **kwargs)
+        return active.net(*args, **kwargs)
 
-    def _get(self, name: str) -> Ready:
-        while True:
+    def _network(self, name: str, *, activate: bool) -> nn.Module:
+        stamp = self._stamp(name)
+        found = self._find_or_build(name, stamp)
+        while found.stamp != stamp:  # the file was replaced while another thread built the one before
             stamp = self._stamp(name)
-            found = self._once(name, stamp)
-            if found.stamp == stamp:  # else the file was replaced while another thread built the one before
-                return found
+            found = self._find_or_build(name, stamp)
+        with self._lock:
+            if activate:
+                self._active = found
+            dropped = self._evict()
+        if dropped:
+            dropped.clear()  # outside of the lock, as networks take a while to go
+            self._pool.trim()
+        return found.net
 
-    def _once(self, name: str, stamp: Stamp) -> Ready:
+    def _find_or_build(self, name: str, stamp: tuple[int, int, int]) -> ReadyNetwork:
         with self._lock:
             found = self._ready.get(name)
             if found is not None and found.stamp == stamp:
@@ -125,18 +122,14 @@ class Switcher:
                 return found
             waiting = self._building.get(name)
             if waiting is None:
-                mine: Future[Ready] = Future()
-                self._building[name] = mine
+                promise: Future[ReadyNetwork] = Future()
+                self._building[name] = promise
         if waiting is not None:  # another thread builds it already
             return waiting.result()
-        return self._build(name, stamp, mine)
-
-    def _build(self, name: str, stamp: Stamp, promise: Future[Ready]) -> Ready:
         try:
-            net, size = build_and_weigh(
-                self.store.load(name), self._base, fold=self._fold, share=True, pool=self._pool
-            )
-            made = Ready(name, net, size, stamp)
+            task = self.store.load(name)
+            net = build(task, self._base, fold=self._fold, share=True, pool=self._pool)
+            made = ReadyNetwork(name, net, bytes_beside(task, self._base), stamp)
         except BaseException as error:
             with self._lock:
                 del self._building[name]
@@ -149,35 +142,26 @@ class Switcher:
         promise.set_result(made)
         return made
 
-    def _stamp(self, name: str) -> Stamp:
+    def _stamp(self, name: str) -> tuple[int, int, int]:
         path = self._paths.get(name) or str(self.store.path(name))
         try:
-            found = os.lstat(path)
+            found = files.stamp(path)
         except OSError:
             with self._lock:
                 self._ready.pop(name, None)
             self.store.load(name)  # says what is wrong
             raise
         self._paths[name] = path
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        return found
 
-    def _let_go(self, gone: list[Ready]) -> None:
-        """Outside of the lock, as networks take a while to go."""
-        if gone:
-            gone.clear()
-            self._pool.trim()
-
-    def _evict_(self) -> list[Ready]:
-        """Drop the networks that were not used for longest, until the rest fits."""
-        gone: list[Ready] = []
+    def _evict(self) -> list[ReadyNetwork]:
+        """Drop the networks that were not used for longest, until the rest fits. Call it with the lock held."""
+        dropped: list[ReadyNetwork] = []
         if self.limit is None:
-            return gone
+            return dropped
         total = sum(entry.bytes for entry in self._ready.values())
-        for name in list(self._ready):
-            if total <= self.limit:
-                break
-            entry = self._ready[name]
-            if entry is not self._current and name != next(reversed(self._ready)):
-                total -= entry.bytes
-                gone.append(self._ready.pop(name))
-        return gone
+        for name in list(self._ready)[:-1]:  # the last one was asked for just now
+            if total > self.limit and self._ready[name] is not self._active:
+                dropped.append(self._ready.pop(name))
+                total -= dropped[-1].bytes
+        return dropped

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from spalier.errors import TaskFileError
-from spalier.tasks.container import check_text, dump, parse
+from spalier.tasks.format import check_text, dump_json, parse_json, quoted
 from spalier.text import pattern, pattern_of
 
 Mask = npt.NDArray[np.bool_]
@@ -31,7 +31,7 @@ MAX_SIZE = 1 << 40
 MAX_INDICES = 1 << 22
 """How many indices all patterns of a table may be for, so that a short one cannot take much memory."""
 MAX_INTEGERS = 1 << 16
-"""How many whole numbers of its own a task may have."""
+"""How many integers of its own a task may have."""
 
 
 @dataclass(eq=False)  # not frozen: a third of the time to make
@@ -78,22 +78,8 @@ class Pointwise:
         return ((outputs, inputs // groups),)
 
 
-@dataclass(frozen=True)
-class Frozen:
-    """The base's own numbers."""
-
-
-@dataclass(frozen=True)
-class Values:
-    """Numbers of the task's own, in ``values``."""
-
-
-@dataclass(frozen=True)
-class Integers:
-    """Whole numbers or truth values of the task's own, in the description."""
-
-
-Source = Frozen | Values | Integers | LowRank | Pointwise
+Source = Literal["base", "values", "integers"] | LowRank | Pointwise
+"""Where numbers come from: the base alone, the task's own ``values`` or integers, or the base plus an adapter."""
 
 
 @dataclass(eq=False)
@@ -110,17 +96,14 @@ class Row:
     def __post_init__(self) -> None:
         self.names = tuple(f"{self.path}.{key}" if self.path else key for key in self.keys)
         """The full names of the tensors."""
-        self.masks = tuple([_only_mask(placed) for placed in self.axes])
-        """For each axis, its only mask if that lies there unit by unit; None without one, -1 for whatever else."""
-        self.is_adapted = isinstance(self.source, LowRank | Pointwise)
-        self.whole: Cut | None = None
+        self.masks = tuple([_plain_masks(placed) for placed in self.axes])
+        """For each axis, the numbers of its masks; None where one does not lie there unit by unit."""
+        self.uncut: Cut | None = None
         """What is left where no mask lies on the row, once it is known."""
 
 
-def _only_mask(placed: Sequence[Placement]) -> int | None:
-    if not placed:
-        return None
-    return placed[0].mask if len(placed) == 1 and placed[0].units is None else -1
+def _plain_masks(placed: Sequence[Placement]) -> tuple[int, ...] | None:
+    return None if any(p.units is not None for p in placed) else tuple([p.mask for p in placed])
 
 
 @dataclass(eq=False)
@@ -135,57 +118,33 @@ class Cut:
     """Of the row's adapter; none without one."""
 
 
-_UNKNOWN = object()
-
-
 class _Cutter:
-    """What masks leave of the tensors of a table; equal axes are looked at once."""
+    """What masks leave of the tensors of a table; axes with the same masks are looked at once."""
 
     def __init__(self, masks: Sequence[Mask]) -> None:
         self.masks = masks
-        self._alone: list[Any] = [_UNKNOWN] * len(masks)
-        self._axes: dict[tuple[int, ...], Ints | None] = {}
+        self._known: dict[tuple[int, ...], Ints | None] = {(): None}
 
     def cut(self, row: Row) -> Cut:
         """What is left of a row's tensors."""
-        if row.whole is not None:
-            return row.whole
-        indices = tuple([self._index(row, axis, mask) for axis, mask in enumerate(row.masks)])
+        if row.uncut is not None:
+            return row.uncut
+        indices = tuple([self._index(row, axis) for axis in range(len(row.shape))])
         shape = tuple([n if i is None else len(i) for n, i in zip(row.shape, indices, strict=True)])
-        source = row.source
-        matrices: Matrices = ()
-        if row.is_adapted and isinstance(source, LowRank | Pointwise):
-            first = None if source.whole else indices[0]
-            groups = source.groups
-            if groups > 1 and first is not None:  # groups that have nothing left are gone
-                groups = len(np.unique(first // (row.shape[0] // groups)))
-            sides = row.shape if source.whole else shape
-            outer, inner = sides[0], sides[1] * groups
-            inputs, outputs = (outer, inner) if source.inputs_first else (inner, outer)
-            matrices = source.matrices(inputs, outputs, groups)
+        matrices = () if isinstance(row.source, str) else _matrices(row, row.source, indices[0], shape)
         cut = Cut(indices, shape, shape == row.shape, matrices)
         if not any(row.axes):
-            row.whole = cut
+            row.uncut = cut
         return cut
 
-    def _index(self, row: Row, axis: int, mask: int | None) -> Ints | None:
+    def _index(self, row: Row, axis: int) -> Ints | None:
         """The indices of an axis that are left; None where all are."""
-        if mask is None:
-            return None
-        if mask < 0:
-            return self._axis(row.axes[axis], row.shape[axis])
-        index = self._alone[mask]
-        if index is _UNKNOWN:
-            index = self._alone[mask] = self._left(row.axes[axis], row.shape[axis])
-        return index  # type: ignore[no-any-return]
-
-    def _axis(self, placed: Sequence[Placement], size: int) -> Ints | None:
-        if any(p.units is not None for p in placed):
-            return self._left(placed, size)
-        key = tuple([p.mask for p in placed])
-        if key not in self._axes:
-            self._axes[key] = self._left(placed, size)
-        return self._axes[key]
+        masks = row.masks[axis]
+        if masks is None:
+            return self._left(row.axes[axis], row.shape[axis])
+        if masks not in self._known:
+            self._known[masks] = self._left(row.axes[axis], row.shape[axis])
+        return self._known[masks]
 
     def _left(self, placed: Sequence[Placement], size: int) -> Ints | None:
         kept = placed[0].kept(self.masks)
@@ -193,6 +152,18 @@ class _Cutter:
             kept = kept & placement.kept(self.masks)
         index = np.flatnonzero(kept)
         return None if len(index) == size else index
+
+
+def _matrices(row: Row, source: LowRank | Pointwise, first: Ints | None, shape: tuple[int, ...]) -> Matrices:
+    """The matrices of an adapter, where ``first`` are the indices left on the weight's first axis."""
+    if source.whole:
+        first, shape = None, row.shape
+    groups = source.groups
+    if groups > 1 and first is not None:  # groups that have nothing left are gone
+        groups = len(np.unique(first // (row.shape[0] // groups)))
+    outer, inner = shape[0], shape[1] * groups
+    inputs, outputs = (outer, inner) if source.inputs_first else (inner, outer)
+    return source.matrices(inputs, outputs, groups)
 
 
 @dataclass(frozen=True)
@@ -230,20 +201,13 @@ class Table:
     def own(self) -> frozenset[str]:
         """The tensors that the task has of its own."""
         return frozenset(
-            name for row in self.rows if isinstance(row.source, Values | Integers) for name in row.names
+            name for row in self.rows if row.source in ("values", "integers") for name in row.names
         )
 
     @cached_property
     def integers(self) -> int:
-        """How many whole numbers the task has of its own."""
-        return sum(
-            len(row.keys) * math.prod(row.shape) for row in self.rows if isinstance(row.source, Integers)
-        )
-
-    @cached_property
-    def has_scalars_only(self) -> bool:
-        """Whether each of these whole numbers is a tensor of its own."""
-        return all(row.shape == () for row in self.rows if isinstance(row.source, Integers))
+        """How many integers the task has of its own."""
+        return sum(len(row.keys) * math.prod(row.shape) for row in self.rows if row.source == "integers")
 
     def cut(self, masks: Sequence[Mask]) -> list[tuple[Row, Cut]]:
         """The rows, with what these masks leave of each."""
@@ -273,7 +237,7 @@ class Table:
         for number, writer in enumerate(self.writers, start=len(self.streams)):
             if (masks[number] & ~masks[writer.stream]).any():
                 raise TaskFileError(
-                    "mask", f"the writer {writer.name[:60]!a} keeps units that its stream does not have"
+                    "mask", f"the writer {quoted(writer.name)} keeps units that its stream does not have"
                 )
         return masks
 
@@ -282,24 +246,20 @@ class Table:
         packed = [np.packbits(mask, bitorder="little") for mask in masks]
         return np.concatenate(packed) if packed else np.zeros(0, np.uint8)
 
-    # as data
-
     def to_bytes(self) -> tuple[bytes, int]:
         """Deflated JSON, and how long it was before."""
-        text = dump(
+        text = dump_json(
             {
-                "streams": [list(stream) for stream in self.streams],
+                "streams": self.streams,
                 "writers": [[w.name, w.stream, w.module, w.axis] for w in self.writers],
-                "rows": [_coded_row(row) for row in self.rows],
+                "rows": [_row_to_json(row) for row in self.rows],
                 "attributes": self.attributes,
-                "heads": list(self.heads),
-                "folds": [list(pair) for pair in self.folds],
+                "heads": self.heads,
+                "folds": self.folds,
             }
         ).encode("utf-8")
         if len(text) > MAX_TABLE:
-            raise TaskFileError(
-                "table", f"the layer table has {len(text):,} bytes, expected at most {MAX_TABLE:,}"
-            )
+            raise _wrong(f"the layer table has {len(text):,} bytes, expected at most {MAX_TABLE:,}")
         raw = zlib.compress(text, 9)
         Table.from_bytes(raw, len(text))  # what could not be read is not written
         return raw, len(text)
@@ -311,7 +271,7 @@ class Table:
         Tasks that were learned alike on one base have the same table, byte for byte; it is parsed once.
         """
         if type(length) is not int or not 0 < length <= MAX_TABLE:
-            raise _wrong(f"the layer table is said to have {str(length)[:30]!a} bytes")
+            raise _wrong(f"the layer table is said to have {quoted(length)} bytes")
         return _remembered(raw, length) if length <= MAX_REMEMBERED else _parsed(raw, length)
 
 
@@ -323,36 +283,31 @@ def _parsed(raw: bytes, length: int) -> Table:
         raise _wrong("the layer table is not deflated data") from None
     if len(text) != length or not inflate.eof or inflate.unused_data or inflate.unconsumed_tail:
         raise _wrong(f"the layer table does not inflate to {length:,} bytes")
-    plain = text.isascii() and b"\\" not in text and text.decode("ascii").isprintable()
-    return _Parser(parse("table", "the layer table", text), is_safe=plain).table()
+    is_safe = text.isascii() and b"\\" not in text and text.decode("ascii").isprintable()
+    return _Parser(parse_json("table", "the layer table", text), is_safe=is_safe).table()
 
 
 _remembered = lru_cache(maxsize=32)(_parsed)
 
 
-def _coded_row(row: Row) -> list[Any]:
-    axes = [[_coded_placement(p) for p in placed] for placed in row.axes]
+def _row_to_json(row: Row) -> list[Any]:
+    axes = [[_placement_to_json(p) for p in placed] for placed in row.axes]
     source: list[Any]
     match row.source:
-        case Frozen():
-            source = ["base"]
-        case Values():
-            source = ["values"]
-        case Integers():
-            source = ["integers"]
         case LowRank(rank, taps, groups, inputs_first, whole):
             source = ["low-rank-whole" if whole else "low-rank", rank, taps, groups, int(inputs_first)]
         case Pointwise(groups, inputs_first):
             source = ["pointwise", groups, int(inputs_first)]
-    return [row.path, list(row.keys), list(row.shape), axes, source]
+        case kind:
+            source = [kind]
+    return [row.path, row.keys, row.shape, axes, source]
 
 
-def _coded_placement(placement: Placement) -> int | list[Any]:
+def _placement_to_json(placement: Placement) -> int | list[Any]:
     units = placement.units
     if units is None:
         return placement.mask
-    found = pattern_of(units)
-    return [placement.mask, units.tolist()] if found is None else [placement.mask, *found]
+    return [placement.mask, *(pattern_of(units) or [units.tolist()])]
 
 
 class _Parser:
@@ -364,14 +319,14 @@ class _Parser:
         """Whether no text in it can hold more than printable ASCII."""
         self.sizes: list[int] = []
         self._indices = self._integers = 0
-        self._together: set[Any] = {None}
-        self._whole: dict[int, Placement] = {}
+        self._counted: set[tuple[int, ...]] = set()
+        self._placements: dict[int, Placement] = {}
 
     def table(self) -> Table:
         fields = {"streams", "writers", "rows", "attributes", "heads", "folds"}
         if not isinstance(self.data, dict) or set(self.data) != fields:
             raise _wrong(f"the layer table has other fields than {', '.join(sorted(fields))}")
-        streams = tuple((self._text(name), self._size(units, 1)) for name, units in self._lists("streams", 2))
+        streams = tuple((self._text(name), self._size(units)) for name, units in self._lists("streams", 2))
         self._check_unique("stream", [name for name, _ in streams])
         writers = tuple(
             Writer(
@@ -393,39 +348,41 @@ class _Parser:
         where = self._text(path)
         sizes = tuple(self._list(shape))
         if len(sizes) > 16 or len(self._list(axes)) != len(sizes):
-            raise _wrong(f"{where[:60]!a} has {len(sizes)} axes, and masks for {len(axes)}")
+            raise _wrong(f"{quoted(where)} has {len(sizes)} axes, and masks for {len(axes)}")
         if not all(type(n) is int and 0 <= n < 2**31 for n in sizes) or math.prod(sizes) > MAX_SIZE:
-            raise _wrong(f"{where[:60]!a} is said to have the shape {str(sizes)[:60]!a}")
+            raise _wrong(f"{quoted(where)} is said to have the shape {quoted(sizes)}")
         names = tuple(self._text(key) for key in self._list(keys))
-        for several, n in zip(axes, sizes, strict=True):
-            self._count(self._list(several), n)
         if not names or any("." in name or not name for name in names):
-            raise _wrong(f"{where[:60]!a} has no keys, or keys with dots")
-        on = tuple(
-            tuple([self._placement(p, n) for p in self._list(several)])
-            for several, n in zip(axes, sizes, strict=True)
-        )
-        return Row(where, names, sizes, on, self._source(self._list(source), names, sizes, on))
+            raise _wrong(f"{quoted(where)} has no keys, or keys with dots")
+        placed = tuple(self._axis(self._list(axis), n) for axis, n in zip(axes, sizes, strict=True))
+        return Row(where, names, sizes, placed, self._source(self._list(source), names, sizes, placed))
 
-    def _count(self, several: list[Any], size: int) -> None:
-        """Bound what it takes to cut: one mask alone costs what it has in the file, several that lie together more."""
-        if len(several) < 2:
-            return
-        masks = [on[0] if isinstance(on, list) and on else on for on in several]
-        if not all(type(mask) is int for mask in masks) or len(set(masks)) < len(masks):
-            raise _wrong("a mask lies on an axis twice, or is no number")
-        plain = all(type(on) is int for on in several)
-        if not plain or tuple(several) not in self._together:
-            self._together.add(tuple(several) if plain else None)
-            self._indices += size * len(several)
-            if self._indices > MAX_INDICES:
-                raise _wrong(f"the masks are for more than {MAX_INDICES:,} indices")
+    def _axis(self, several: list[Any], size: int) -> tuple[Placement, ...]:
+        """The masks on an axis.
+
+        What it takes to cut is bounded: one mask alone costs what it has in the file, several on one axis more.
+        """
+        if len(several) > 1:
+            masks = [on[0] if isinstance(on, list) and on else on for on in several]
+            if not all(type(mask) is int for mask in masks) or len(set(masks)) < len(masks):
+                raise _wrong("a mask lies on an axis twice, or is no number")
+            is_plain = masks == several  # equal axes with plain masks are cut once
+            if not is_plain or tuple(masks) not in self._counted:
+                self._count_indices(size * len(several))
+            if is_plain:
+                self._counted.add(tuple(masks))
+        return tuple([self._placement(on, size) for on in several])
+
+    def _count_indices(self, count: int) -> None:
+        self._indices += count
+        if self._indices > MAX_INDICES:
+            raise _wrong(f"the masks are for more than {MAX_INDICES:,} indices")
 
     def _placement(self, data: Any, size: int) -> Placement:
         if type(data) is int:
             if not (0 <= data < len(self.sizes) and self.sizes[data] == size):
                 raise TaskFileError("mask", f"mask {data} does not fit an axis of {size}")
-            return self._whole.setdefault(data, Placement(data))
+            return self._placements.setdefault(data, Placement(data))
         entry = self._list(data)
         if len(entry) == 4:
             mask, count, run, times = (self._number(n, 0, 2**31) for n in entry)
@@ -433,9 +390,7 @@ class _Parser:
                 raise TaskFileError(
                     "mask", f"a pattern of {count * run * times} indices lies on an axis of {size}"
                 )
-            self._indices += size
-            if self._indices > MAX_INDICES:
-                raise _wrong(f"the patterns are for more than {MAX_INDICES:,} indices")
+            self._count_indices(size)
             units = pattern(count, run, times)
         elif len(entry) == 2:
             mask = entry[0]
@@ -450,39 +405,38 @@ class _Parser:
     def _source(
         self, data: list[Any], keys: tuple[str, ...], shape: tuple[int, ...], axes: tuple[Any, ...]
     ) -> Source:
-        kind, numbers = (data[0], data[1:]) if data else (None, [])
-        if not numbers and kind in ("base", "values"):
-            return _FROZEN if kind == "base" else _VALUES
-        if not numbers and kind == "integers" and not any(axes):
+        kind, *numbers = data or [None]
+        if kind in ("base", "values") and not numbers:
+            return kind  # type: ignore[no-any-return]
+        if kind == "integers" and not numbers and not any(axes):
             self._integers += len(keys) * math.prod(shape)
             if self._integers > MAX_INTEGERS:
-                raise _wrong(f"the task has more than {MAX_INTEGERS:,} whole numbers of its own")
-            return _INTEGERS
-        if len(keys) == 1 and len(shape) >= 2 and len(numbers) in (2, 4):
-            sizes = [self._size(n, 1) for n in numbers[:-1]]
+                raise _wrong(f"the task has more than {MAX_INTEGERS:,} integers of its own")
+            return "integers"
+        known = ("low-rank", 4), ("low-rank-whole", 4), ("pointwise", 2)
+        if (kind, len(numbers)) in known and len(keys) == 1 and len(shape) >= 2:
+            *sizes, groups = [self._size(n) for n in numbers[:-1]]
             inputs_first = bool(self._number(numbers[-1], 0, 1))
-            if shape[0] % sizes[-1] == 0:
-                if kind in ("low-rank", "low-rank-whole") and len(sizes) == 3:
-                    return LowRank(sizes[0], sizes[1], sizes[2], inputs_first, kind == "low-rank-whole")
-                if kind == "pointwise" and len(sizes) == 1:
-                    return Pointwise(sizes[0], inputs_first)
-        raise _wrong(f"numbers come from {str(data)[:60]!a}, which is not known")
+            if shape[0] % groups == 0:
+                if kind == "pointwise":
+                    return Pointwise(groups, inputs_first)
+                rank, taps = sizes
+                return LowRank(rank, taps, groups, inputs_first, kind == "low-rank-whole")
+        raise _wrong(f"numbers come from {quoted(data)}, which is not known")
 
     def _attributes(self) -> dict[str, dict[str, int | tuple[int, ...]]]:
-        found: dict[str, dict[str, int | tuple[int, ...]]] = {}
         attributes = self.data["attributes"]
-        if not isinstance(attributes, dict):
-            raise _wrong("the attributes are no dict")
-        for path, values in attributes.items():
-            if not isinstance(values, dict):
-                raise _wrong("the attributes of a module are no dict")
-            found[self._text(path)] = {
-                self._text(key): tuple(self._size(n, 1) for n in value)
+        if not isinstance(attributes, dict) or not all(isinstance(v, dict) for v in attributes.values()):
+            raise _wrong("the attributes are no dicts of sizes by module")
+        return {
+            self._text(path): {
+                self._text(key): tuple(map(self._size, value))
                 if isinstance(value, list)
-                else self._size(value, 1)
+                else self._size(value)
                 for key, value in values.items()
             }
-        return found
+            for path, values in attributes.items()
+        }
 
     # kinds of values
 
@@ -494,29 +448,26 @@ class _Parser:
 
     def _list(self, value: Any) -> list[Any]:
         if not isinstance(value, list):
-            raise _wrong(f"{str(value)[:40]!a} stands where a list is expected")
+            raise _wrong(f"{quoted(value)} stands where a list is expected")
         return value
 
     def _text(self, value: Any) -> str:
         if not isinstance(value, str) or len(value) > 1000:
-            raise _wrong(f"{str(value)[:40]!a} stands where a name is expected")
+            raise _wrong(f"{quoted(value)} stands where a name is expected")
         return value if self.is_safe else check_text("the layer table", value)
 
-    def _size(self, value: Any, least: int) -> int:
-        return self._number(value, least, 2**31 - 1)
+    def _size(self, value: Any) -> int:
+        return self._number(value, 1, 2**31 - 1)
 
     def _number(self, value: Any, least: int, most: int) -> int:
         if type(value) is not int or not least <= value <= most:
-            raise _wrong(f"{str(value)[:40]!a} stands where a number from {least} to {most} is expected")
+            raise _wrong(f"{quoted(value)} stands where a number from {least} to {most} is expected")
         return value
 
     def _check_unique(self, what: str, names: list[str]) -> None:
         if len(set(names)) < len(names):
             twice = Counter(names).most_common(1)[0][0]
-            raise _wrong(f"the {what} {twice[:60]!a} occurs twice")
-
-
-_FROZEN, _VALUES, _INTEGERS = Frozen(), Values(), Integers()
+            raise _wrong(f"the {what} {quoted(twice)} occurs twice")
 
 
 def _wrong(message: str) -> TaskFileError:

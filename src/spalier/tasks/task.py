@@ -1,32 +1,185 @@
-"""`Task`: what one task has learned on a frozen base, in memory and as a file."""
+"""`Task`: what one task has learned on a frozen base, in memory and as a file.
+
+Loading and building need this file, the format, and the base. What makes a task of a network, or takes it further, is
+imported where it is called.
+"""
 
 from __future__ import annotations
 
+import io
+import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from spalier import files
+from spalier import __version__, files
 from spalier.errors import ConfigError, TaskFileError
-from spalier.tasks import container
-from spalier.tasks.base import Base
-from spalier.tasks.build import build
-from spalier.tasks.container import SUFFIX, check_name
-from spalier.tasks.description import Description, Learned, Storage
-from spalier.tasks.table import Table
+from spalier.tasks.format import (
+    MAX_BYTES,
+    SUFFIX,
+    check_name,
+    check_plain,
+    check_text,
+    is_sizes,
+    pack,
+    quoted,
+    unpack,
+)
+from spalier.tasks.table import Cut, Mask, Matrices, Row, Table
+from spalier.text import check_integer
 
 if TYPE_CHECKING:
     from spalier.structure.structure import Structure
-    from spalier.tasks.costs import StorageCosts
+    from spalier.tasks.store import StorageCosts
+
+FORMAT = 1
+Storage = Literal["exact", "fp32", "fp16", "bf16", "int8"]
+"""How numbers are stored: as they are, in 32 or 16 bits, or adapters as 8-bit integers with a scale for each row."""
+STORAGES: tuple[Storage, ...] = get_args(Storage)
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float16}
+_NEEDED = {"name", "adapter", "base", "density", "learned", "storage"}
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Which base a task was learned on: two digests, as `spalier.tasks.base` makes them."""
+
+    architecture: str
+    values: str
+
+
+@dataclass(frozen=True)
+class Density:
+    """How much of the base is left, three ways: (kept, of), or None where it is not known."""
+
+    channels: tuple[int, int] | None
+    """Output channels of the layers that write streams."""
+    weights: tuple[int, int] | None
+    """Parameters of the network."""
+    macs: tuple[int, int] | None
+    """Multiply-accumulates of one sample."""
+
+
+@dataclass(frozen=True)
+class TaskInfo:
+    """What a task says of itself. Print it."""
+
+    name: str
+    adapter: dict[str, Any]
+    """Its kind and its settings."""
+    base: Fingerprint
+    density: Density
+    learned: int
+    """How many numbers were learned."""
+    storage: Storage = "exact"
+    metrics: dict[str, float] = field(default_factory=dict)
+    preprocessing: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    classes: tuple[str, ...] = ()
+    licence: str = ""
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        _check("adapter", isinstance(self.adapter.get("kind"), str), "a dict with a kind")
+        _check("learned", is_sizes([self.learned], 1), "a number")
+        _check("storage", self.storage in STORAGES, f"one of {', '.join(STORAGES)}")
+        numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in self.metrics.values())
+        _check("metrics", numbers, "a dict of numbers")
+        _check("classes", all(isinstance(c, str) for c in self.classes), "a list of names")
+        check_text("licence", self.licence)
+        for name in ("adapter", "metrics", "classes", "preprocessing", "provenance"):
+            check_plain(name, getattr(self, name))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it; fields that say nothing are left out."""
+        found = {"format": FORMAT, **asdict(self)}
+        found["density"] = {key: pair for key, pair in found["density"].items() if pair}
+        return {key: value for key, value in found.items() if value or key in _NEEDED}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> TaskInfo:
+        """What `to_dict` wrote; anything else is an error."""
+        rest = dict(data)
+        version = rest.pop("format", None)
+        if version != FORMAT or type(version) is not int:
+            raise TaskFileError(
+                "version",
+                f"the file has format {quoted(version)}, expected {FORMAT}: it was written by another version of "
+                "Spalier; update this one",
+            )
+        kinds: dict[str, type] = {
+            **dict.fromkeys(("adapter", "base", "density", "metrics", "preprocessing", "provenance"), dict),
+            **dict.fromkeys(("name", "storage", "licence"), str),
+            "learned": int,
+            "classes": list,
+        }
+        _check("description", set(rest) >= _NEEDED, f"the fields {', '.join(sorted(_NEEDED))}")
+        for key, value in rest.items():
+            _check("description", key in kinds, f"no {quoted(key)}")
+            _check(key, type(value) is kinds[key], f"a {kinds[key].__name__}")
+        rest["base"], rest["density"] = _fingerprint(rest["base"]), _density(rest["density"])
+        return TaskInfo(**{**rest, "classes": tuple(rest.get("classes", ()))})
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{key}={value}" for key, value in self.adapter.items() if key != "kind")
+        some = ", ".join(self.classes[:5]) + (", ..." if len(self.classes) > 5 else "")
+        lines = [
+            ("name", self.name),
+            ("adapter", f"{self.adapter['kind']}({settings})"),
+            ("learned", f"{self.learned:,} parameters, stored as {self.storage}"),
+            *((f.name, share_text(getattr(self.density, f.name))) for f in fields(Density)),
+            *((key, f"{value:g}") for key, value in self.metrics.items()),
+            ("classes", f"{len(self.classes)}: {some}" if self.classes else "not stated"),
+            *((key, str(value)) for key, value in self.preprocessing.items()),
+            ("licence", self.licence or "not stated"),
+            *((key, str(value)) for key, value in self.provenance.items()),
+            ("base", f"{self.base.architecture[:12]} with values {self.base.values[:12]}"),
+        ]
+        width = max(len(key) for key, _ in lines)
+        return "\n".join(f"{key:{width}}  {value}" for key, value in lines)
+
+
+def share_text(pair: tuple[int, int] | None) -> str:
+    """How much is kept, in words.
+
+    >>> share_text((1, 4))
+    '1 of 4 (25.0%)'
+    """
+    return "not known" if pair is None else f"{pair[0]:,} of {pair[1]:,} ({pair[0] / pair[1]:.1%})"
+
+
+def _fingerprint(data: dict[str, Any]) -> Fingerprint:
+    are_digests = all(
+        isinstance(v, str) and len(v) == 64 and set(v) <= set("0123456789abcdef") for v in data.values()
+    )
+    _check("base", set(data) == {"architecture", "values"} and are_digests, "two SHA-256 digests")
+    return Fingerprint(**data)
+
+
+def _density(data: dict[str, Any]) -> Density:
+    names = [f.name for f in fields(Density)]
+    _check("density", set(data) <= set(names), f"only {', '.join(names)}")
+    for pair in data.values():
+        _check("density", is_sizes(pair, 2) and pair[0] <= pair[1] > 0, "pairs of kept and of")
+    return Density(**{name: tuple(data[name]) if name in data else None for name in names})
+
+
+def _check(field: str, holds: bool, expected: str) -> None:
+    if not holds:
+        raise TaskFileError(
+            "metadata", f"the description's {field} is not what it has to be: expected {expected}"
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Task(Learned):
+class Task:
     """Which channels a task keeps of its base, and what it has learned.
 
     >>> from spalier import SPLoRA, attach_, models
@@ -39,6 +192,21 @@ class Task(Learned):
     >>> type(plain).__name__, plain.training
     ('ResNet', False)
     """
+
+    info: TaskInfo
+    """What the task says of itself. Print it."""
+    table: Table
+    """Which tensors the network has, and where their numbers come from."""
+    masks: list[Mask]
+    """The units that each stream, and each free writer, keeps."""
+    adapters: Tensor
+    """The numbers of all adapters in the order of the table, as they are stored."""
+    scales: Tensor
+    """With 8-bit storage, the scale of each row of each adapter."""
+    values: Tensor
+    """Norms with their statistics, biases, the head: all that is the task's own."""
+    integers: tuple[int, ...] = ()
+    """Integers of the task's own: how many batches a norm has seen."""
 
     @staticmethod
     def of(
@@ -64,42 +232,28 @@ class Task(Learned):
             provenance: where it comes from, as plain data: data set, recipe, author.
             structure: what the network was pruned with, where it does not remember.
         """
-        from spalier.tasks.extract import describe  # the training side; loading needs none of it
+        from spalier.tasks.extract import extract
 
         check_name(name)
         if isinstance(classes, str):
             raise TaskFileError("metadata", f"classes is the text {classes!a}, expected a list of names")
-        found = describe(net, structure)
-        description = Description(
-            name,
-            found.adapter,
-            found.base,
-            found.density,
-            found.learned,
-            metrics=_plain(_dict("metrics", metrics)),
-            classes=tuple(_plain(list(classes if classes is not None else ()))),
-            preprocessing=_plain(_dict("preprocessing", preprocessing)),
-            licence=licence or "",
-            provenance=_plain({**_versions(), **_dict("provenance", provenance)}),
-        )
-        return Task(
-            description,
-            found.table,
-            found.masks,
-            found.adapters,
-            torch.empty(0),
-            found.values,
-            found.integers,
-        )
+        versions = {"spalier": __version__, "torch": torch.__version__.partition("+")[0]}
+        said = {
+            "metrics": _plain_dict("metrics", metrics),
+            "classes": tuple(_plain(list(classes))),
+            "preprocessing": _plain_dict("preprocessing", preprocessing),
+            "licence": licence or "",
+            "provenance": versions | _plain_dict("provenance", provenance),
+        }
+        return extract(net, structure, name, said)
 
     @property
     def name(self) -> str:
         """What the task is called."""
-        return self.description.name
+        return self.info.name
 
-    def info(self) -> Description:
-        """What the task says of itself. Print it."""
-        return self.description
+    def __repr__(self) -> str:
+        return f"Task({self.name!r}, {self.info.learned:,} learned, stored as {self.info.storage})"
 
     def build(self, base: nn.Module, *, fold: bool = False, share: bool = False) -> nn.Module:
         """A plain, small, dense network in eval mode: the base cut down, the adapters added. The base is only read.
@@ -110,6 +264,9 @@ class Task(Learned):
             share: whether tensors may lie in one piece of memory, and those that the task takes as they are may be
                 the base's own: quicker and smaller, for a network that is only run, as a `Switcher` does.
         """
+        from spalier.tasks.base import Base
+        from spalier.tasks.build import build
+
         return build(self, Base(base), fold=fold, share=share)
 
     def apply_(self, base: nn.Module, *, example: Any = None) -> None:
@@ -125,9 +282,47 @@ class Task(Learned):
 
     def storage_costs(self, base: nn.Module, batches: Iterable[Any]) -> StorageCosts:
         """What each storage costs in accuracy and saves in bytes, on batches of inputs and class numbers. Print it."""
-        from spalier.tasks.costs import storage_costs
+        from spalier.tasks.store import storage_costs
 
         return storage_costs(self, base, batches)
+
+    def stored_as(self, storage: Storage) -> Task:
+        """The task as it is after it has been stored so: ``"fp16"``, ``"bf16"``, ``"int8"`` lose precision.
+
+        ``"int8"`` stores adapters as integers with a scale for each row, and the rest in half precision.
+        """
+        if storage not in STORAGES:
+            raise ConfigError(f"storage is {storage!r}, expected one of {', '.join(map(repr, STORAGES))}")
+        adapters, scales = self.adapter_values(), torch.empty(0, device="cpu")
+        if storage == "int8":
+            adapters, scales = quantise(adapters, self.adapter_shapes)
+        else:
+            adapters = _cast(adapters, storage, "adapters")
+        values = _cast(self.values, storage, "norms or head")
+        info = replace(self.info, storage=storage)
+        return replace(self, info=info, adapters=adapters, scales=scales, values=values)
+
+    def to_bytes(self, *, storage: Storage = "exact") -> bytes:
+        """The contents of the task's file."""
+        task = self if storage == "exact" else self.stored_as(storage)
+        raw, length = task.table.to_bytes()
+        tensors = {
+            "table": torch.frombuffer(bytearray(raw), dtype=torch.uint8),
+            "masks": torch.from_numpy(task.table.pack(task.masks)),
+            "adapters": task.adapters,
+            "values": task.values,
+        }
+        if task.scales.numel():
+            tensors["scales"] = task.scales
+        description = {**task.info.to_dict(), "table": length}
+        if task.integers:
+            description["integers"] = [[number, len(list(run))] for number, run in groupby(task.integers)]
+        return pack(description, tensors)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Task:
+        """A task from the contents of its file, checked as `load` does."""
+        return _parsed(*unpack(io.BytesIO(data), len(data)))
 
     def save(self, path: str | os.PathLike[str], *, storage: Storage = "exact") -> int:
         """Write NAME.task.safetensors, whole and durable or not at all; how many bytes it has.
@@ -143,38 +338,83 @@ class Task(Learned):
         return len(data)
 
     @staticmethod
-    def load(path: str | os.PathLike[str], *, limit: int = container.MAX_BYTES) -> Task:
+    def load(path: str | os.PathLike[str], *, limit: int = MAX_BYTES) -> Task:
         """Read a task file. No code of it is run, nothing in it is trusted; what is wrong is a `TaskFileError`.
 
         Args:
             path: one regular file, no link.
             limit: how many bytes it may have.
         """
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
-            raise ConfigError(f"limit is {limit!r}, expected a number of bytes")
-        return _checked(container.read(_path(path), limit))
+        check_integer("limit", limit)
+        with files.opened(_path(path)) as (file, size):
+            if size > limit:
+                raise TaskFileError(
+                    "too-large", f"the file has {size:,} bytes, more than the limit of {limit:,}"
+                )
+            contents = unpack(file, size)
+        return _parsed(*contents)
+
+    # what building, applying and checking need
+
+    @cached_property
+    def cut_rows(self) -> list[tuple[Row, Cut]]:
+        """The rows of the table, with what the masks leave of each."""
+        return self.table.cut(self.masks)
+
+    @cached_property
+    def adapter_shapes(self) -> Matrices:
+        """The matrices of all adapters: how many rows each has, and how long these are."""
+        return tuple([shape for _, cut in self.cut_rows for shape in cut.matrices])
+
+    @property
+    def _is_quantised(self) -> bool:
+        return self.adapters.dtype == torch.int8
+
+    def adapter_values(self) -> Tensor:
+        """The numbers of all adapters, in floating point."""
+        if not self._is_quantised:
+            return self.adapters
+        return dequantise(self.adapters, self.scales, self.adapter_shapes)
+
+    def check(self) -> None:
+        """Refuse numbers that the table has no place for, or that are not finite."""
+        own = [len(row.keys) * math.prod(cut.shape) for row, cut in self.cut_rows if row.source == "values"]
+        sizes = {
+            "adapters": sum(rows * length for rows, length in self.adapter_shapes),
+            "scales": sum(rows for rows, _ in self.adapter_shapes) if self._is_quantised else 0,
+            "values": sum(own),
+        }
+        for name, expected in sizes.items():
+            tensor: Tensor = getattr(self, name)
+            if tensor.numel() != expected:
+                raise TaskFileError(
+                    "sizes", f"{name} has {tensor.numel():,} numbers, the table says {expected:,}"
+                )
+            if not math.isfinite(largest(tensor)):
+                raise TaskFileError("non-finite", f"{name} holds NaN or infinite numbers")
+        if self._is_quantised != (self.info.storage == "int8"):
+            raise TaskFileError("metadata", f"the storage is said to be {self.info.storage}, and is not")
 
 
-def _checked(contents: container.Contents) -> Task:
+def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
     """A task of what a file holds, where all of it fits together."""
-    fields, tensors = dict(contents.description), contents.tensors
-    length, runs = fields.pop("table", None), fields.pop("integers", [])
-    description = Description.from_dict(fields)
+    length, pairs = description.pop("table", None), description.pop("integers", [])
+    info = TaskInfo.from_dict(description)
     lacking = {"table", "masks", "adapters", "values"} - set(tensors)
     if lacking:
         raise TaskFileError("tensors", f"the file has no {', '.join(sorted(lacking))}")
     table = Table.from_bytes(tensors["table"].numpy().tobytes(), length)
     masks = table.unpack(tensors["masks"].numpy())
     scales = tensors.get("scales", torch.empty(0, device="cpu"))
-    integers = _expanded(runs, table.integers)
-    task = Task(description, table, masks, tensors["adapters"], scales, tensors["values"], integers)
+    integers = _expanded(pairs, table.integers)
+    task = Task(info, table, masks, tensors["adapters"], scales, tensors["values"], integers)
     task.check()
     return task
 
 
-def _expanded(runs: object, count: int) -> tuple[int, ...]:
-    """Whole numbers from pairs of a number and how often it comes, as many as the table has places for."""
-    pairs: list[Any] = runs if isinstance(runs, list) else [None]
+def _expanded(found: Any, count: int) -> tuple[int, ...]:
+    """Integers from pairs of a number and how often it comes, as many as the table has places for."""
+    pairs: list[Any] = found if isinstance(found, list) else [None]
     for pair in pairs:
         fits = isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair)
         if not fits or not -(2**63) <= pair[0] < 2**63 or not 0 < pair[1] <= count:
@@ -186,10 +426,59 @@ def _expanded(runs: object, count: int) -> tuple[int, ...]:
     return tuple(number for number, times in pairs for _ in range(times))
 
 
-def _dict(what: str, value: object) -> dict[str, Any]:
+def _cast(values: Tensor, storage: Storage, what: str) -> Tensor:
+    """Numbers in the dtype of a storage; with ``int8``, whatever is no adapter is stored in half precision."""
+    if storage == "exact":
+        return values
+    cast = values.to(_DTYPES[storage])
+    if not math.isfinite(largest(cast)):
+        raise TaskFileError(
+            "storage",
+            f"{what} hold {largest(values):.4g}, beyond what {storage} can store; choose 'fp32' or 'bf16'",
+        )
+    return cast
+
+
+def quantise(values: Tensor, shapes: Matrices) -> tuple[Tensor, Tensor]:
+    """8-bit integers and the scale of each row of these matrices: the largest of a row is 127 of its scales."""
+    codes, scales = [torch.empty(0, dtype=torch.int8, device="cpu")], [torch.empty(0, device="cpu")]
+    for matrix in matrices(values.float(), shapes):
+        scale = matrix.abs().amax(1) / 127
+        safe = torch.where(scale == 0, 1.0, scale)
+        codes.append((matrix / safe[:, None]).round().clamp(-127, 127).to(torch.int8).flatten())
+        scales.append(scale)
+    return torch.cat(codes), torch.cat(scales)
+
+
+def dequantise(codes: Tensor, scales: Tensor, shapes: Matrices) -> Tensor:
+    """The numbers that 8-bit integers and their scales stand for."""
+    out, start = torch.empty(codes.numel(), dtype=torch.float32, device="cpu"), 0
+    for matrix, values in zip(matrices(codes, shapes), matrices(out, shapes), strict=True):
+        torch.mul(matrix, scales[start : start + len(matrix), None], out=values)
+        start += len(matrix)
+    return out
+
+
+def matrices(flat: Tensor, shapes: Iterable[tuple[int, int]]) -> Iterator[Tensor]:
+    """The matrices that lie behind one another in a flat tensor, as views."""
+    start = 0
+    for rows, length in shapes:
+        yield flat[start : start + rows * length].view(rows, length)
+        start += rows * length
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest absolute value; NaN or infinite where one of them is."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return 0.0
+    low, high = (float(end) for end in torch.aminmax(tensor.detach()))
+    return math.nan if math.isnan(low + high) else max(abs(low), abs(high))
+
+
+def _plain_dict(what: str, value: object) -> dict[str, Any]:
     if value is not None and not isinstance(value, Mapping):
         raise TaskFileError("metadata", f"{what} is a {type(value).__name__}, expected a dict")
-    return dict(value or {})
+    return {key: _plain(inner) for key, inner in (value or {}).items()}
 
 
 def _plain(value: Any) -> Any:
@@ -200,8 +489,7 @@ def _plain(value: Any) -> Any:
         return [_plain(inner) for inner in value]
     if isinstance(value, Path):
         return str(value)
-    is_scalar = hasattr(value, "item") and getattr(value, "ndim", None) == 0
-    return value.item() if is_scalar else value
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def _path(path: object) -> Path:
@@ -209,9 +497,3 @@ def _path(path: object) -> Path:
         return Path(path)  # type: ignore[arg-type]
     except TypeError:
         raise TaskFileError("name", f"the path is a {type(path).__name__}, expected a file's name") from None
-
-
-def _versions() -> dict[str, str]:
-    import spalier
-
-    return {"spalier": spalier.__version__, "torch": torch.__version__.partition("+")[0]}

@@ -1,6 +1,7 @@
-"""Text from elsewhere: strict JSON, words that are safe to print, and names that are safe as file names.
+"""The outer layers of a task file: names, text, strict JSON, and the safetensors container around all of it.
 
-The safetensors container, parsed strictly: a length, a JSON header, and tensors that fill the rest exactly.
+A container is a length, a JSON header, and tensors that fill the rest of the file exactly. docs/task-format.md
+specifies all of it. Files come from strangers: everything is checked before it is used, and before memory is taken.
 """
 
 from __future__ import annotations
@@ -11,125 +12,19 @@ import re
 import struct
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from spalier.errors import TaskFileError
-from spalier.files import opened, read_exactly
+from spalier.files import read_exactly
 
 SUFFIX = ".task.safetensors"
-MAX_NAME = 100
-MAX_DEPTH = 16
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
-_JOINERS = "\u200c\u200d"  # between letters of several scripts, and inside of emoji
-
-
-def check_name(name: object) -> str:
-    """A task's name, which is also the name of its file on every file system.
-
-    >>> check_name("flowers-102")
-    'flowers-102'
-    """
-    rule = (
-        f"expected 1 to {MAX_NAME} of the letters a-z, A-Z, digits, '-', '_' and '.', a letter or digit first"
-    )
-    if not isinstance(name, str):
-        raise TaskFileError("name", f"a task's name is a {type(name).__name__}, {rule}")
-    shown = ascii(name if len(name) <= MAX_NAME else name[:20] + "...")
-    if len(name) > MAX_NAME:
-        raise TaskFileError("name", f"the name {shown} has {len(name)} characters, {rule}")
-    if not _NAME.fullmatch(name) or ".." in name or name.endswith("."):
-        raise TaskFileError("name", f"{shown} cannot be a task's name: {rule}, and no two dots in a row")
-    if _RESERVED.fullmatch(name):
-        raise TaskFileError("name", f"{shown} is reserved by an operating system; choose another name")
-    if name.lower().endswith((".task", ".safetensors")):
-        raise TaskFileError("name", f"{shown} ends like the file's own suffix; leave that out")
-    return name
-
-
-def check_text(what: str, text: str) -> str:
-    """Text that is safe to print: no control characters, no terminal escapes, nothing that turns the line around."""
-    if text.isascii() and text.isprintable():
-        return text
-    for character in text:
-        if character in _JOINERS:
-            continue
-        if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
-            raise TaskFileError(
-                "text",
-                f"{what} has the character U+{ord(character):04X}, expected printable text: control characters, "
-                "line breaks, terminal escapes and direction marks are refused",
-            )
-    return text
-
-
-def shown(text: object) -> str:
-    """Text of a stranger as a message may show it: short, and in ASCII."""
-    return ascii(text)[:100]
-
-
-def check_plain(what: str, value: Any, depth: int = 0) -> Any:
-    """Plain data with safe text in it: what JSON can hold, finite, and not too deep."""
-    if depth > MAX_DEPTH:
-        raise TaskFileError("metadata", f"{what} is nested more than {MAX_DEPTH} deep")
-    if isinstance(value, str):
-        return check_text(what, value)
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            if not isinstance(key, str):
-                raise TaskFileError("metadata", f"{what} has the key {key!r}, expected text")
-            check_text(what, key)
-            check_plain(what, inner, depth + 1)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            check_plain(what, inner, depth + 1)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise TaskFileError("metadata", f"{what} holds {value}, expected finite numbers")
-    elif isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**63:
-        raise TaskFileError("metadata", f"{what} holds a number of more than 64 bits")
-    elif not (value is None or isinstance(value, bool | int | float)):
-        raise TaskFileError(
-            "metadata",
-            f"{what} holds a {type(value).__name__}, expected text, numbers, lists and dicts of them",
-        )
-    return value
-
-
-def parse(code: str, what: str, raw: bytes) -> Any:
-    """JSON, strictly: UTF-8, no key twice, no NaN, nothing before the value."""
-    try:
-        if raw[:1] not in (b"{", b"["):
-            raise ValueError("it does not begin with { or [")
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=_without_doubles, parse_constant=_constant)
-    except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, ValueError) else "it is nested too deep"
-        raise TaskFileError(code, f"{what} is not strict JSON: {ascii(reason)[1:-1][:120]}") from None
-
-
-def dump(value: Any) -> str:
-    """JSON without blanks; equal data give equal text."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
-
-
-def _constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no JSON number")
-
-
 KEY = "spalier.task"
 """The entry of the container's metadata that describes the task."""
+MAX_NAME = 100
+MAX_DEPTH = 16
 MAX_HEADER = 1 << 20
 MAX_BYTES = 1 << 32
 
@@ -141,7 +36,6 @@ DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 TENSORS: dict[str, frozenset[str]] = {
     "table": frozenset({"U8"}),
@@ -151,6 +45,10 @@ TENSORS: dict[str, frozenset[str]] = {
     "values": _FLOATS,
 }
 """The tensors of a task file, all of one axis, and the dtypes that each may have."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
+_JOINERS = "\u200c\u200d"  # between letters of several scripts, and inside of emoji
 _FOREIGN = {
     b"PK\x03\x04": "a zip archive, as torch.save writes",
     b"\x80\x02": "a pickle",
@@ -165,34 +63,118 @@ _FOREIGN = {
 }
 
 
-@dataclass(frozen=True)
-class Contents:
-    """What a container holds."""
+def check_name(name: object) -> str:
+    """A task's name, which is also the name of its file on every file system.
 
-    description: dict[str, Any]
-    tensors: dict[str, Tensor]
-    size: int
+    >>> check_name("flowers-102")
+    'flowers-102'
+    """
+    rule = (
+        f"expected 1 to {MAX_NAME} of the letters a-z, A-Z, digits, '-', '_' and '.', a letter or digit first"
+    )
+    if not isinstance(name, str):
+        raise TaskFileError("name", f"a task's name is a {type(name).__name__}, {rule}")
+    if len(name) > MAX_NAME:
+        raise TaskFileError("name", f"the name {name[:20]!a}... has {len(name)} characters, {rule}")
+    if not _NAME.fullmatch(name) or ".." in name or name.endswith("."):
+        raise TaskFileError("name", f"{name!a} cannot be a task's name: {rule}, and no two dots in a row")
+    if _RESERVED.fullmatch(name):
+        raise TaskFileError("name", f"{name!a} is reserved by an operating system; choose another name")
+    if name.lower().endswith((".task", ".safetensors")):
+        raise TaskFileError("name", f"{name!a} ends like the file's own suffix; leave that out")
+    return name
 
 
-@dataclass(frozen=True)
-class _Entry:
-    name: str
-    dtype: str
-    count: int
+def check_text(what: str, text: str) -> str:
+    """Text that is safe to print: no control characters, no terminal escapes, nothing that turns the line around."""
+    if text.isascii() and text.isprintable():
+        return text
+    for character in text:
+        category = unicodedata.category(character)
+        if category in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp") and character not in _JOINERS:
+            raise TaskFileError(
+                "text",
+                f"{what} has the character U+{ord(character):04X}, expected printable text: control characters, "
+                "line breaks, terminal escapes and direction marks are refused",
+            )
+    return text
+
+
+def check_plain(what: str, value: Any, depth: int = 0) -> None:
+    """Refuse all but plain data with safe text: what JSON can hold, finite, and not too deep."""
+    if depth > MAX_DEPTH:
+        raise TaskFileError("metadata", f"{what} is nested more than {MAX_DEPTH} deep")
+    if isinstance(value, str):
+        check_text(what, value)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise TaskFileError("metadata", f"{what} has the key {key!r}, expected text")
+            check_text(what, key)
+            check_plain(what, inner, depth + 1)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            check_plain(what, inner, depth + 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise TaskFileError("metadata", f"{what} holds {value}, expected finite numbers")
+    elif isinstance(value, int) and abs(value) >= 2**63:
+        raise TaskFileError("metadata", f"{what} holds a number of more than 64 bits")
+    elif not (value is None or isinstance(value, int | float)):
+        raise TaskFileError(
+            "metadata",
+            f"{what} holds a {type(value).__name__}, expected text, numbers, lists and dicts of them",
+        )
+
+
+def quoted(value: object) -> str:
+    """What a stranger wrote, as a message may show it: short, in quotes, and in ASCII."""
+    return ascii(str(value)[:60])[:100]
+
+
+def parse_json(code: str, what: str, raw: bytes) -> Any:
+    """JSON, strictly: UTF-8, no key twice, no NaN, nothing before the value."""
+    try:
+        if raw[:1] not in (b"{", b"["):
+            raise ValueError("it does not begin with { or [")
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, ValueError) else "it is nested too deep"
+        raise TaskFileError(code, f"{what} is not strict JSON: {ascii(reason)[1:-1][:120]}") from None
+
+
+def dump_json(value: Any) -> str:
+    """JSON without blanks; equal data give equal text."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no JSON number")
+
+
+class _Entry(NamedTuple):
+    """Where a tensor lies behind the header."""
+
     begin: int
     end: int
+    name: str
+    dtype: str
 
 
-def read(path: Path, limit: int = MAX_BYTES) -> Contents:
-    """Read a task file once, and trust nothing in it."""
-    with opened(path) as (file, size):
-        if size > limit:
-            raise TaskFileError("too-large", f"the file has {size:,} bytes, more than the limit of {limit:,}")
-        start = bytes(read_exactly(file, min(size, 9)))
-        length = _header_length(start, size)
-        entries, description = _parsed(start[8:] + bytes(read_exactly(file, length - 1)), size - 8 - length)
-        data = read_exactly(file, size - 8 - length)
-    return Contents(description, {e.name: _tensor(e, data) for e in entries}, size)
+def unpack(file: BinaryIO, size: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The description and the tensors of a container of so many bytes."""
+    start = bytes(read_exactly(file, min(size, 9)))
+    length = _header_length(start, size)
+    header = start[8:] + bytes(read_exactly(file, length - 1))
+    description, entries = _parse_header(header, size - 8 - length)
+    data = read_exactly(file, size - 8 - length)
+    return description, {entry.name: _tensor(entry, data) for entry in entries}
 
 
 def _header_length(start: bytes, size: int) -> int:
@@ -205,7 +187,7 @@ def _header_length(start: bytes, size: int) -> int:
             )
     if len(start) < 8:
         raise TaskFileError("truncated", f"the file has {size} bytes, too few for a task file")
-    if length > MAX_HEADER or length < 2:
+    if not 2 <= length <= MAX_HEADER:
         raise TaskFileError(
             "header-length", f"the header is said to have {length:,} bytes, expected 2 to {MAX_HEADER:,}"
         )
@@ -214,8 +196,8 @@ def _header_length(start: bytes, size: int) -> int:
     return int(length)
 
 
-def _parsed(header: bytes, size: int) -> tuple[list[_Entry], dict[str, Any]]:
-    found = parse("header", "the header", header.rstrip(b" "))
+def _parse_header(header: bytes, size: int) -> tuple[dict[str, Any], list[_Entry]]:
+    found = parse_json("header", "the header", header.rstrip(b" "))
     if not isinstance(found, dict):
         raise TaskFileError("header", "the header is a list, expected names and tensors")
     metadata = found.pop("__metadata__", None)
@@ -223,15 +205,10 @@ def _parsed(header: bytes, size: int) -> tuple[list[_Entry], dict[str, Any]]:
         raise TaskFileError(
             "header", f"the file has no metadata {KEY!r} (and nothing else): it is no task file"
         )
-    description = parse("metadata", "the description", metadata[KEY].encode("utf-8", "surrogatepass"))
+    description = parse_json("metadata", "the description", metadata[KEY].encode("utf-8", "surrogatepass"))
     if not isinstance(description, dict):
         raise TaskFileError("metadata", "the description is a list, expected fields and values")
-    unknown = sorted(set(found) - set(TENSORS))
-    if unknown:
-        raise TaskFileError(
-            "tensors", f"the file holds {unknown[0][:60]!a}, expected only {', '.join(TENSORS)}"
-        )
-    entries = sorted((_entry(name, spec) for name, spec in found.items()), key=lambda e: (e.begin, e.end))
+    entries = sorted(_entry(name, spec) for name, spec in found.items())
     end = 0
     for entry in entries:
         if entry.begin != end:
@@ -243,27 +220,29 @@ def _parsed(header: bytes, size: int) -> tuple[list[_Entry], dict[str, Any]]:
         )
     if end < size:
         raise TaskFileError("ranges", f"{size - end:,} bytes at the end belong to no tensor")
-    return entries, description
+    return description, entries
 
 
 def _entry(name: str, spec: object) -> _Entry:
+    if name not in TENSORS:
+        raise TaskFileError("tensors", f"the file holds {quoted(name)}, expected only {', '.join(TENSORS)}")
     if not isinstance(spec, dict) or set(spec) != {"dtype", "shape", "data_offsets"}:
         raise TaskFileError("header", f"{name} lacks dtype, shape or data_offsets, or has more")
     dtype, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]
     if not isinstance(dtype, str) or dtype not in TENSORS[name]:
         raise TaskFileError(
-            "dtype", f"{name} is {str(dtype)[:20]!a}, expected {' or '.join(sorted(TENSORS[name]))}"
+            "dtype", f"{name} is {quoted(dtype)}, expected {' or '.join(sorted(TENSORS[name]))}"
         )
-    if not (_whole(shape, 1) and _whole(offsets, 2)):
+    if not (is_sizes(shape, 1) and is_sizes(offsets, 2)):
         raise TaskFileError("header", f"{name} has another shape or range than one axis, from begin to end")
-    count, (begin, end) = shape[0], offsets
-    if end - begin != count * DTYPES[dtype].itemsize:
-        raise TaskFileError("ranges", f"{name} has {count} numbers in {end - begin} bytes")
-    return _Entry(name, dtype, count, begin, end)
+    begin, end = offsets
+    if end - begin != shape[0] * DTYPES[dtype].itemsize:
+        raise TaskFileError("ranges", f"{name} has {shape[0]} numbers in {end - begin} bytes")
+    return _Entry(begin, end, name, dtype)
 
 
-def _whole(values: object, count: int) -> bool:
-    """True for a list of so many whole numbers of at most 63 bits."""
+def is_sizes(values: object, count: int) -> bool:
+    """True for a list of so many integers from 0 to 2^63 - 1."""
     return (
         isinstance(values, list)
         and len(values) == count
@@ -273,29 +252,28 @@ def _whole(values: object, count: int) -> bool:
 
 def _tensor(entry: _Entry, data: bytearray) -> Tensor:
     dtype = DTYPES[entry.dtype]
-    if not entry.count:
+    count = (entry.end - entry.begin) // dtype.itemsize
+    if not count:
         return torch.empty(0, dtype=dtype, device="cpu")
-    if entry.begin % dtype.itemsize:  # only a stranger's file
-        return torch.frombuffer(bytearray(data[entry.begin : entry.end]), dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype, count=entry.count, offset=entry.begin)
+    if entry.begin % dtype.itemsize:  # not aligned: no file of ours
+        return torch.frombuffer(data[entry.begin : entry.end], dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=entry.begin)
 
 
 def pack(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
     """A container of these tensors, the widest numbers first so that all are aligned."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, list(TENSORS).index(name)))
-    header: dict[str, Any] = {"__metadata__": {KEY: dump(description)}}
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {KEY: dump_json(description)}}
     end, parts = 0, []
-    for name in order:
+    present = [name for name in TENSORS if name in tensors]
+    for name in sorted(present, key=lambda name: -tensors[name].dtype.itemsize):
         tensor = tensors[name].detach().cpu().contiguous()
-        begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": [tensor.numel()],
-            "data_offsets": [begin, end],
-        }
-        parts.append(tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
-    text = dump(header).encode("utf-8")
-    text += b" " * (math.ceil(len(text) / 8) * 8 - len(text))
+        begin, end = end, end + tensor.nbytes
+        shape = [tensor.numel()]
+        header[name] = {"dtype": names[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+        parts.append(tensor.view(torch.uint8).numpy().tobytes())
+    text = dump_json(header).encode("utf-8")
+    text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
         raise TaskFileError(
             "text", f"the description has {len(text):,} bytes, expected at most {MAX_HEADER:,}; shorten it"
