@@ -149,16 +149,14 @@ class Evenly:
 
     def __init__(self, split: Split, count: int) -> None:
         self.split, self.rows = split, np.linspace(0, len(split), count, endpoint=False).astype(np.int64)
-        self.labels, self.augment = split.labels[self.rows], split.augment
+        self.labels = split.labels[self.rows]
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def fetch(
-        self, indices: Ints, epoch: int | None, *, seed: int = 0, augment: str = "own"
-    ) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: Ints, epoch: int | None, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Images and labels of these samples."""
-        return self.split.fetch(self.rows[indices], epoch, seed=seed, augment=augment)
+        return self.split.fetch(self.rows[indices], epoch, seed)
 
 
 def config_of(cell: Cell, place: Place) -> sp.TransferPruning:

@@ -7,17 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pictures import cropped, normal
 
+from spalier.data import Loader
 from spalier.data.images import (
-    AUGMENTS,
+    ORDER,
     ArraySplit,
     Offsets,
     Preprocessing,
     augment_batch,
     crop,
     draw_offsets,
+    generator,
     normalize,
 )
-from spalier.errors import ConfigError
 
 MEAN, STD = (0.49, 0.48, 0.44), (0.25, 0.24, 0.26)
 KINDS = {
@@ -36,14 +37,12 @@ def pixels(kind, count=7, seed=0):
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("mode", AUGMENTS)
-def test_a_batch_is_what_each_image_gives_alone(name, mode):
+def test_a_batch_is_what_each_image_gives_alone(name):
     kind = KINDS[name]
     split, images = pixels(kind)
     indices = np.array([5, 0, 6, 5])
-    found, labels = split.fetch(indices, epoch=3, seed=11, augment=mode)
-    chosen = kind.augment if mode == "own" else mode
-    table = draw_offsets(kind, chosen, len(split), seed=11, epoch=3)
+    found, labels = split.fetch(indices, epoch=3, seed=11)
+    table = draw_offsets(kind, len(split), seed=11, epoch=3)
     for image, index in zip(found, indices, strict=True):
         expected = cropped(images[index], table.tops[index], table.lefts[index], kind.size, kind.pad)
         expected = expected[:, ::-1] if table.flips[index] else expected
@@ -62,8 +61,9 @@ def test_without_an_epoch_it_is_the_middle(name):
     for image, stored in zip(found, images, strict=True):
         middle = stored[start : start + kind.size, start : start + kind.size]
         np.testing.assert_allclose(image.numpy(), normal(middle, kind.mean, kind.std), atol=2e-6)
-    same, _ = split.fetch(np.arange(7), 4, augment="none")
-    assert torch.equal(same, found)
+    batch, _ = next(Loader(split, augment=False, seed=3).epoch(4))
+    again, _ = split.fetch(generator(3, 4, ORDER).permutation(7), None)
+    assert torch.equal(batch, again)
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
@@ -100,29 +100,23 @@ def test_what_is_stored_stays_as_it_was():
 
 
 def test_every_offset_and_both_sides_are_drawn():
-    table = draw_offsets(KINDS["small"], "flip-crop", 5000, seed=0, epoch=0)
+    table = draw_offsets(KINDS["small"], 5000, seed=0, epoch=0)
     for column, values in zip(table, (3, 3, 2), strict=True):  # a padding of 1 on both sides
         counts = np.bincount(column.astype(int), minlength=values)
         assert len(counts) == values
         assert counts.min() > 0.9 * 5000 / values
-    photographs_room = draw_offsets(KINDS["photographs"], "crop", 500, 0, 0)
+    photographs_room = draw_offsets(KINDS["photographs"], 500, 0, 0)
     assert set(photographs_room.tops) == {0, 1, 2}
-    assert not photographs_room.flips.any()
+    assert not draw_offsets(KINDS["digits"], 500, 0, 0).flips.any()
 
 
 def test_what_is_drawn_depends_on_seed_and_epoch():
-    tables = {(s, e): draw_offsets(KINDS["small"], "flip-crop", 50, s, e) for s in range(2) for e in range(2)}
-    again = draw_offsets(KINDS["small"], "flip-crop", 50, 1, 1)
+    tables = {(s, e): draw_offsets(KINDS["small"], 50, s, e) for s in range(2) for e in range(2)}
+    again = draw_offsets(KINDS["small"], 50, 1, 1)
     assert all(np.array_equal(a, b) for a, b in zip(tables[1, 1], again, strict=True))
     assert len({t.tops.tobytes() for t in tables.values()}) == 4
-    crops_alone = draw_offsets(KINDS["small"], "crop", 50, 1, 1)
+    crops_alone = draw_offsets(KINDS["digits"], 50, 1, 1)
     assert np.array_equal(crops_alone.tops, again.tops)
-
-
-def test_an_unknown_augmentation_is_refused():
-    split, _ = pixels(KINDS["small"])
-    with pytest.raises(ConfigError, match="flip-crop"):
-        split.fetch(np.arange(2), 0, augment="cutout")
 
 
 def test_flips_mirror_left_and_right():

@@ -32,7 +32,7 @@ def test_digits_are_scikit_learns():
             grey = np.round(raw.images[row] * 255 / 16) / 255
             for channel in image.double().numpy():
                 np.testing.assert_allclose(channel, (grey - 0.5) / 0.5, atol=1e-6)
-    assert data.train.augment == "crop"  # a mirrored digit is another one, or none
+    assert data.preprocessing["augment"] == "crop"  # a mirrored digit is another one, or none
 
 
 def test_the_digits_of_the_test_are_always_the_same():

@@ -49,7 +49,11 @@ def test_cifar10_is_small_and_has_two_splits(cifar10, tmp_path, monkeypatch):
     assert np.array_equal(data.train.images[data.train.rows], np.concatenate([images for images, _ in train]))
     assert data.train.labels.tolist() == [label for _, labels in train for label in labels]
     assert np.array_equal(data.test.images[data.test.rows], cifar10["test_batch"][0])
-    assert (data.classes, data.shape, data.train.augment) == (tuple(CLASSES), (3, 32, 32), "flip-crop")
+    assert (data.classes, data.shape, data.preprocessing["augment"]) == (
+        tuple(CLASSES),
+        (3, 32, 32),
+        "flip-crop",
+    )
     assert data.preprocessing["pad"] == 4
     monkeypatch.setenv("SPALIER_DATA", str(tmp_path))
     held = open_data("torchvision:CIFAR10", classes=["dog", "cat"], image_size=16, validation_split=0.2)
@@ -162,4 +166,5 @@ def test_a_set_without_splits_gives_a_test_split_and_names_its_bad_files(tmp_pat
 
 def test_mirrored_digits_are_no_digits(tmp_path, monkeypatch):
     monkeypatch.setattr(sets, "MNIST", Photos)
-    assert open_data("torchvision:MNIST", folder=tmp_path / "here", image_size=16).train.augment == "crop"
+    data = open_data("torchvision:MNIST", folder=tmp_path / "here", image_size=16)
+    assert data.preprocessing["augment"] == "crop"

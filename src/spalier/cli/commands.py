@@ -249,7 +249,7 @@ def _evaluate(net: nn.Module, data: Data, part: str) -> Evaluation:
     samples = getattr(data, part)
     if samples is None:
         raise click.UsageError(f"{data.name} has no {part} samples; pass another --part.")
-    loader = Loader(samples, batch_size=EVAL_BATCH_SIZE, shuffle=False, augment="none", drop_last=False)
+    loader = Loader(samples, batch_size=EVAL_BATCH_SIZE, shuffle=False, drop_last=False)
     with contextlib.closing(loader):
         batches = loader.epoch(0)
         return evaluate(net.eval(), batches, len(data.classes), torch.device("cpu"), contextlib.nullcontext)

@@ -28,15 +28,9 @@ class Split(Protocol):
     def labels(self) -> Ints:
         """The class of each sample, -1 where there is none."""
 
-    @property
-    def augment(self) -> str:
-        """The augmentation that suits the samples."""
-
     def __len__(self) -> int: ...
 
-    def fetch(
-        self, indices: Ints, epoch: int | None, *, seed: int = 0, augment: str = "own"
-    ) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: Ints, epoch: int | None, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Images and labels of these samples; with an epoch of None they are not augmented."""
 
 
@@ -91,15 +85,16 @@ class Data:
         >>> len(data.train), len(data.validation), data.shape, data.classes
         (16, 4, (3, 8, 8), ('0', '1'))
         """
-        names = class_names(_dataset(train), classes)
-        splits = {"training": DatasetSplit(_dataset(train), "training", len(names))}
+        dataset = _dataset(train, "training")
+        names = class_names(dataset, classes)
+        splits = {"training": DatasetSplit(dataset, "training", len(names))}
         if test is not None:
-            splits["test"] = DatasetSplit(_dataset(test), "test", len(names))
+            splits["test"] = DatasetSplit(_dataset(test, "test"), "test", len(names))
         if isinstance(validation, (int, float)):
             share = check_share(validation)
             splits |= _hold_out(splits["training"], len(names), share, check_integer("seed", seed))
         elif validation is not None:
-            splits["validation"] = DatasetSplit(_dataset(validation), "validation", len(names))
+            splits["validation"] = DatasetSplit(_dataset(validation, "validation"), "validation", len(names))
         shape = splits["training"].shape
         for split in splits.values():
             if split.shape != shape:
@@ -148,15 +143,12 @@ class DatasetSplit:
     numbers wherever they run: the global generators are seeded for each sample, and put back afterwards.
     """
 
-    augment = "own"
-
-    def __init__(self, dataset: Dataset[Any], name: str, classes: int, labels: Ints | None = None) -> None:
+    def __init__(self, dataset: Any, name: str, classes: int, labels: Ints | None = None) -> None:
         self.dataset, self.name, self.classes, self._labels = dataset, name, classes, labels
-        self._length = _length(dataset, name)
         self.shape = tuple(self._image_and_label(0)[0].shape)
 
     def __len__(self) -> int:
-        return self._length
+        return len(self.dataset)
 
     @property
     def labels(self) -> Ints:
@@ -165,13 +157,9 @@ class DatasetSplit:
             self._labels = check_labels(gather_labels(self.dataset, self.name), self.classes, self.name)
         return self._labels
 
-    def fetch(
-        self, indices: Ints, epoch: int | None, *, seed: int = 0, augment: str = "own"
-    ) -> tuple[Tensor, Tensor]:
-        """Images and labels; without an epoch, or augmentation, transforms draw the same every time."""
-        if augment not in ("own", "none"):
-            raise ConfigError(f'augment is {augment!r}, expected "own": a dataset has its own transforms')
-        moment = 0 if augment == "none" or epoch is None else epoch + 1
+    def fetch(self, indices: Ints, epoch: int | None, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """Images and labels; with an epoch of None, random transforms draw the same every time."""
+        moment = 0 if epoch is None else epoch + 1
         with _global_generators_kept():
             items = [self._seeded_item(int(i), moment, seed) for i in indices]
         images = torch.stack([image for image, _ in items])
@@ -254,29 +242,25 @@ def label_array(labels: Any, dataset: Any) -> Ints | None:
     return found.astype(np.int64) if fits else None
 
 
-def gather_labels(dataset: Dataset[Any], name: str) -> Ints:
+def gather_labels(dataset: Any, name: str) -> Ints:
     """Every label: as listed, else by looking at every item."""
     known = listed_labels(dataset)
     if known is not None:
         return known
     with _global_generators_kept():
-        return np.array([_item(dataset, i, name)[1] for i in range(_length(dataset, name))], np.int64)
+        return np.array([_item(dataset, i, name)[1] for i in range(len(dataset))], np.int64)
 
 
-def _dataset(given: Any) -> Any:
-    return given.dataset if isinstance(given, DataLoader) else given
-
-
-def _length(dataset: Dataset[Any], name: str) -> int:
-    try:
-        length = len(dataset)  # type: ignore[arg-type]
-    except TypeError:
+def _dataset(given: Any, name: str) -> Dataset[Any]:
+    """A map-style dataset that has samples, also out of a loader."""
+    dataset = given.dataset if isinstance(given, DataLoader) else given
+    if not hasattr(dataset, "__len__"):
         raise DataError(
             f"{name} is a {type(dataset).__name__} without len(), expected a map-style dataset of (image, label)"
-        ) from None
-    if length == 0:
+        )
+    if len(dataset) == 0:
         raise DataError(f"{name} is empty, expected at least one sample")
-    return length
+    return dataset
 
 
 def _item(dataset: Dataset[Any], index: int, name: str) -> tuple[Any, int]:

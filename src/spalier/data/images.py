@@ -17,15 +17,15 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spalier.errors import ConfigError, DataError
+from spalier.errors import DataError
 from spalier.text import import_optional
 
 Images = NDArray[np.uint8]
 Ints = NDArray[np.int64]
+Color = tuple[float, float, float]
 
 # Pillow also reads formats such as EPS by starting other programs; only these are admitted.
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "AVIF", "JPEG2000")
-AUGMENTS = ("own", "flip-crop", "crop", "flip", "none")
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 ORDER, OFFSETS, ITEM, SPLIT, LIMIT = range(5)
 """What random numbers are for, so that no two uses share a stream."""
@@ -119,15 +119,12 @@ class Preprocessing:
     stored: int
     pad: int
     flip: bool
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    mean: Color
+    std: Color
 
     @staticmethod
     def small(
-        size: int,
-        mean: tuple[float, float, float] = IMAGENET_MEAN,
-        std: tuple[float, float, float] = IMAGENET_STD,
-        flip: bool = True,
+        size: int, mean: Color = IMAGENET_MEAN, std: Color = IMAGENET_STD, flip: bool = True
     ) -> Preprocessing:
         """Small images are stored as they come out, and padded by an eighth for random crops."""
         return Preprocessing(size, size, max(1, size // 8), flip, mean, std)
@@ -137,17 +134,12 @@ class Preprocessing:
         """Photographs are stored an eighth larger, so that random crops hold nothing but picture."""
         return Preprocessing(size, round(size * 8 / 7), 0, True, IMAGENET_MEAN, IMAGENET_STD)
 
-    @property
-    def augment(self) -> str:
-        """The augmentation that suits the images."""
-        return "flip-crop" if self.flip else "crop"
-
     def as_dict(self) -> dict[str, Any]:
         """As plain data, for the record of a run."""
         return asdict(self) | {
             "mean": list(self.mean),
             "std": list(self.std),
-            "augment": self.augment,
+            "augment": "flip-crop" if self.flip else "crop",
             "pixels": "0..255, divided by 255, less the mean, divided by the deviation",
         }
 
@@ -164,24 +156,13 @@ class Offsets(NamedTuple):
         return Offsets(self.tops[indices], self.lefts[indices], self.flips[indices])
 
 
-def check_augment(mode: str) -> str:
-    """The name of an augmentation, or an error that lists them."""
-    if mode not in AUGMENTS:
-        raise ConfigError(f"augment is {mode!r}, expected one of {', '.join(AUGMENTS)}")
-    return mode
-
-
-def draw_offsets(preprocessing: Preprocessing, mode: str, count: int, seed: int, epoch: int) -> Offsets:
+def draw_offsets(preprocessing: Preprocessing, count: int, seed: int, epoch: int) -> Offsets:
     """Crops and flips of all samples for one epoch, drawn at once."""
     numbers = generator(seed, epoch, OFFSETS)
     room = preprocessing.stored + 2 * preprocessing.pad - preprocessing.size
     tops, lefts = numbers.integers(0, room + 1, (2, count))
     flips = numbers.integers(0, 2, count).astype(bool)
-    if (
-        "crop" not in mode
-    ):  # all numbers are drawn in any case, so that crops are the same with and without flips
-        tops = lefts = np.full(count, room // 2)
-    return Offsets(tops, lefts, flips & ("flip" in mode))
+    return Offsets(tops, lefts, flips & preprocessing.flip)
 
 
 def augment_batch(images: Images, offsets: Offsets, preprocessing: Preprocessing) -> Images:
@@ -240,33 +221,24 @@ class ArraySplit:
 
     def __init__(self, images: Images, rows: Ints, labels: Ints, preprocessing: Preprocessing) -> None:
         self.images, self.rows, self.labels, self.preprocessing = images, rows, labels, preprocessing
-        self._drawn: tuple[tuple[int, int, str], Offsets] | None = None
+        self._drawn: tuple[tuple[int, int], Offsets] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def augment(self) -> str:
-        """The augmentation that suits the images."""
-        return self.preprocessing.augment
-
-    def fetch(
-        self, indices: Ints, epoch: int | None, *, seed: int = 0, augment: str = "own"
-    ) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: Ints, epoch: int | None, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Images (n, 3, size, size), channels last in memory, and labels; not augmented with an epoch of None."""
-        mode = self.augment if check_augment(augment) == "own" else augment
         indices = np.asarray(indices)
         images, labels = self.images[self.rows[indices]], torch.from_numpy(self.labels[indices])
-        if epoch is None or mode == "none":
+        if epoch is None:
             images = center_crop(images, self.preprocessing.size)
         else:
-            offsets = self._offsets(seed, epoch, mode).at(indices)
-            images = augment_batch(images, offsets, self.preprocessing)
+            images = augment_batch(images, self._offsets(seed, epoch).at(indices), self.preprocessing)
         return normalize(images, self.preprocessing), labels
 
-    def _offsets(self, seed: int, epoch: int, mode: str) -> Offsets:
+    def _offsets(self, seed: int, epoch: int) -> Offsets:
         """The crops of an epoch, kept for its next batch."""
-        key, drawn = (seed, epoch, mode), self._drawn
+        key, drawn = (seed, epoch), self._drawn
         if drawn is None or drawn[0] != key:
-            drawn = self._drawn = (key, draw_offsets(self.preprocessing, mode, len(self), seed, epoch))
+            drawn = self._drawn = (key, draw_offsets(self.preprocessing, len(self), seed, epoch))
         return drawn[1]

@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,13 +17,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from spalier.data.data import Split
-from spalier.data.images import ORDER, Ints, check_augment, generator
+from spalier.data.images import ORDER, Ints, generator
 from spalier.errors import ConfigError, DataError, SpalierError
 from spalier.text import check_integer
 
-Augment = Literal["own", "flip-crop", "crop", "flip", "none"]
 Batch = tuple[Tensor, Tensor]
-_Key = tuple[int, Ints]
+_Key = tuple[int | None, Ints]
 
 
 class Loader:
@@ -31,8 +30,7 @@ class Loader:
 
     A batch of ``batch_size`` samples is shared by ``world_size`` processes: number ``rank`` gets every
     world_size-th sample of it. Order and augmentation depend on ``seed``, the epoch and the sample alone, so that any
-    batch can be had again. A shuffled loader augments as suits the samples (``"own"``); another one does not
-    augment, unless ``augment`` says otherwise.
+    batch can be had again. Samples are augmented when they are shuffled, unless ``augment`` says otherwise.
 
     >>> from spalier.data import open_data
     >>> data = open_data("digits")
@@ -46,7 +44,7 @@ class Loader:
         split: Split,
         batch_size: int = 256,
         seed: int = 0,
-        augment: Augment | None = None,
+        augment: bool | None = None,
         num_workers: int = 0,
         shuffle: bool = True,
         drop_last: bool = True,
@@ -60,7 +58,7 @@ class Loader:
         self.batch_size = check_integer("batch_size", batch_size, 1)
         self.num_workers = check_integer("num_workers", num_workers)
         self.rank, self.world_size = check_integer("rank", rank), check_integer("world_size", world_size, 1)
-        self.augment = check_augment(("own" if shuffle else "none") if augment is None else augment)
+        self.augment = shuffle if augment is None else augment
         self._check_shares()
         self._keys: list[_Key] = []
         self._loader: DataLoader[Any] | None = None
@@ -77,8 +75,11 @@ class Loader:
         epoch, start = check_integer("epoch", epoch), check_integer("start", start)
         if start > len(self):
             raise ConfigError(f"start is {start}, expected at most the {len(self)} batches of an epoch")
-        keys = [(epoch, mine) for mine in self._shares(epoch, start) if len(mine)]
-        return self._from_workers(keys) if self.num_workers else self._directly(keys)
+        moment = epoch if self.augment else None
+        keys = [(moment, mine) for mine in self._shares(epoch, start) if len(mine)]
+        if self.num_workers:
+            return self._from_workers(keys)
+        return (self.split.fetch(indices, moment, self.seed) for moment, indices in keys)
 
     def close(self) -> None:
         """End the workers. An epoch that is still being read ends with an error."""
@@ -110,10 +111,6 @@ class Loader:
         for i in range(start, len(self)):
             yield order[i * self.batch_size : (i + 1) * self.batch_size][self.rank :: self.world_size]
 
-    def _directly(self, keys: list[_Key]) -> Iterator[Batch]:
-        for epoch, indices in keys:
-            yield self.split.fetch(indices, epoch, seed=self.seed, augment=self.augment)
-
     def _from_workers(self, keys: list[_Key]) -> Iterator[Batch]:
         self._turn += 1
         turn, self._keys[:] = self._turn, keys
@@ -131,7 +128,7 @@ class Loader:
     def _started(self) -> Iterator[Batch | SpalierError]:
         if self._loader is None:
             self._loader = DataLoader(
-                _Batches(self.split, self.seed, self.augment),
+                _Batches(self.split, self.seed),
                 sampler=self._keys,
                 batch_size=None,
                 num_workers=self.num_workers,
@@ -157,13 +154,13 @@ def _as_a_worker(_: int) -> None:
 class _Batches(Dataset[Any]):
     """Whole batches by key, so that a worker does all of the work. Errors come back as values, unwrapped."""
 
-    def __init__(self, split: Split, seed: int, augment: str) -> None:
-        self.split, self.seed, self.augment = split, seed, augment
+    def __init__(self, split: Split, seed: int) -> None:
+        self.split, self.seed = split, seed
 
     def __getitem__(self, key: _Key) -> Batch | SpalierError:
         epoch, indices = key
         try:
-            return self.split.fetch(indices, epoch, seed=self.seed, augment=self.augment)
+            return self.split.fetch(indices, epoch, self.seed)
         except SpalierError as error:
             error.add_note("".join(traceback.format_exception(error)))  # a traceback cannot be sent
             return error

@@ -72,7 +72,8 @@ def open_data(
     check_integer("seed", seed)
     share = check_share(validation_split)
     size = None if image_size is None else check_integer("image_size", image_size, 4)
-    samples, preprocessing = _find(name, _data_folder(folder), size, labels, download)
+    root = folder or os.environ.get(_DATA_FOLDER_VARIABLE) or "data"
+    samples, preprocessing = _find(name, Path(root).expanduser(), size, labels, download)
     if not labels:
         samples = replace(samples, classes=(), labels=np.full(len(samples), -1))
     if classes is not None:
@@ -108,11 +109,6 @@ def open_data(
         skipped=bad,
         notes=samples.notes,
     )
-
-
-def _data_folder(folder: str | os.PathLike[str] | None) -> Path:
-    """The folder given, else the one that SPALIER_DATA names, else ``data``."""
-    return Path(folder or os.environ.get(_DATA_FOLDER_VARIABLE) or "data").expanduser()
 
 
 def _find(
@@ -197,7 +193,12 @@ def _torchvision(name: str, folder: Path, size: int | None, download: bool) -> t
     classes = class_names(splits[TRAIN])
     files = tuple(
         # Published sets do not change, so that a cache may know an image by its number.
-        File(f"{SPLIT_NAMES[split][0]}/{i}", 1, len(dataset), partial(_first, dataset, i))
+        File(
+            f"{SPLIT_NAMES[split][0]}/{i}",
+            1,
+            len(dataset),
+            partial(lambda rows, number: rows[number][0], dataset, i),
+        )
         for split, dataset in splits.items()
         for i in range(len(dataset))
     )
@@ -206,10 +207,6 @@ def _torchvision(name: str, folder: Path, size: int | None, download: bool) -> t
     side = min(image.size)
     preprocessing = _preprocessing(size or (side if side <= 64 else 224))
     return samples.with_test(), replace(preprocessing, flip=name not in _NOT_MIRRORED)
-
-
-def _first(dataset: Any, index: int) -> Any:
-    return dataset[index][0]
 
 
 def _torchvision_splits(make: Any, folder: Path, download: bool) -> dict[int, Any]:
@@ -310,10 +307,6 @@ def _hugging_face_labels(name: str, rows: Any, label: str | None, classes: tuple
 
 def _rows(library: Any, rows: Any, split: str, image: str) -> Iterator[File]:
     """The images of a split as they are stored: decoding them is ours, with its checks."""
-    if image not in rows.features:
-        raise DataError(
-            f"the split {split} has no column {printable(image)} as train has; it has {first_few(list(rows.features))}"
-        )
     stored = rows.select_columns([image]).cast_column(image, library.Image(decode=False))
     stamp = int(
         digest(str(stored._fingerprint))[:15], 16

@@ -522,7 +522,7 @@ class Engine:
             part,
             batch_size=self.batch_size,
             seed=self.config.seed,
-            augment="own" if shuffle and self.config.augment else "none",
+            augment=shuffle and self.config.augment,
             num_workers=self.config.num_workers,
             shuffle=shuffle,
             drop_last=shuffle,
