@@ -221,7 +221,7 @@ class Attachment:
             self.flags[module] = {key: p.requires_grad for key, p in own.items()}
         for parameter in self.root.parameters():
             parameter.requires_grad_(False)
-            parameter.grad = None  # an optimizer would go on with it
+            parameter.grad = None  # an optimizer would go on stepping with it
         for entry in self.replaced:
             getattr(entry.module, entry.kind)[entry.key] = entry.copy
         for updated in self.updated:

@@ -55,7 +55,7 @@ def _autocast(*tensors: Tensor | None) -> Any:
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
-_LARGE = 1 << 22  # elements
+_LARGE = 1 << 22  # elements; measured: smaller activations stay in the caches, where batched products win
 
 
 def _fusing_pays(pixels: int, weight: Tensor) -> bool:
@@ -77,13 +77,14 @@ class _Linear(torch.autograd.Function):
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> Tensor:
         if _fusing_pays(x.shape[:-1].numel(), weight):
             return _no_view(F.linear(x, torch.addmm(weight, up.T, down), bias))
-        out = F.linear(x, weight, bias).contiguous()
+        out = F.linear(x, weight, bias).contiguous()  # a view could not be accumulated into
         _accumulate_(_columns(out), _project(_columns(x), down), up)
         return _no_view(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, _, down, up = inputs
+        # the fused weight is formed again in backward: it would be as large as the weight itself
         ctx.save_for_backward(x, weight, down, up)
 
     @staticmethod
@@ -169,6 +170,7 @@ def _grad_input(grad: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tenso
 def _grad_whole_kernel(
     grad: Tensor, x: Tensor, down: Tensor, up: Tensor, at: Window
 ) -> tuple[Tensor, Tensor]:
+    # the whole kernel of ``down`` is a convolution to r channels, so its gradient is an ordinary one with r outputs
     thin_grad = _project(grad.flatten(2), up).view(len(grad), len(up), *grad.shape[2:])
     grad_down = at.backward(thin_grad, x, down, of="weight")
     return grad_down, _correlate(at.convolve(x, down, None).flatten(2), grad.flatten(2))

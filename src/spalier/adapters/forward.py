@@ -155,6 +155,7 @@ def _way_of(layer: nn.Module) -> Callable[..., Any]:
     if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
         return run_linear
     if isinstance(layer, nn.Embedding) and type(layer).forward is nn.Embedding.forward:
+        # scaling by frequency needs the gradient of the whole table
         return run_any if layer.scale_grad_by_freq else run_embedding
     if is_transformers_conv1d(layer) and type(layer).__name__ == "Conv1D":
         return run_conv1d
@@ -171,7 +172,7 @@ def _is_plain(layer: _ConvNd) -> bool:
 
 def run_linear(layer: nn.Linear, input: Tensor) -> Tensor:
     """`nn.Linear` with a low-rank update."""
-    if layer.weight.requires_grad:
+    if layer.weight.requires_grad:  # somebody unfroze the base, and fast.py forms no gradient for it
         return run_any(layer, input)  # type: ignore[no-any-return]
     down, up = _factors(layer, inputs_first=False)
     return fast.linear(input, layer.weight, layer.bias, down, up)
@@ -216,7 +217,7 @@ def run_reader(layer: nn.Module, reads: Reads, *args: Any, **kwargs: Any) -> Any
     before = dict(twin.__dict__)
     forward = layer.__dict__.get(OWN_FORWARD, type(layer).forward)
     out = forward(twin, *args, **kwargs)
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():  # which does not trace writes to __dict__
         for key, value in twin.__dict__.items():  # what forward has noted on itself belongs to the layer
             if before.get(key, _ABSENT) is not value:
                 layer.__dict__[key] = value

@@ -75,9 +75,8 @@ class Geometry:
 
         size = self.shape[0] // self.groups
         groups = np.unique(first // size)
-        inner = (
-            groups[:, None] * self.shape[1] + second
-        ).ravel()  # the same ones in every group that is left
+        # the second axis of a grouped weight counts inside of a group: the same ones stay in every group that is left
+        inner = (groups[:, None] * self.shape[1] + second).ravel()
         inputs, outputs = (first, inner) if self.inputs_first else (inner, first)
         left = replace(self, inputs=len(inputs), outputs=len(outputs), groups=len(groups))
         return left, outputs, inputs

@@ -133,11 +133,12 @@ class LowRank(Update):
 
     @torch.no_grad()
     def _initialise(self, init_range: float) -> None:
+        # one factor near zero keeps the network as it was; the other must not be, or neither would get a gradient
+        bound = 1 / math.sqrt(self.geometry.fan_in)
         nn.init.uniform_(self.up, -init_range, init_range)
-        nn.init.uniform_(self.down, *_symmetric(1 / math.sqrt(self.geometry.fan_in)))
-        if (
-            self.geometry.padding_idx is not None
-        ):  # that row learns nothing, so its update must start at nothing
+        nn.init.uniform_(self.down, -bound, bound)
+        # that row of an embedding learns nothing, so its update must start at nothing
+        if self.geometry.padding_idx is not None:
             self.down[:, self.geometry.padding_idx] = 0
 
 
@@ -193,10 +194,6 @@ def add_(weight: Tensor, delta: Tensor, geometry: Geometry) -> Tensor:
             view = view.select(3, tap)
     view += delta
     return weight
-
-
-def _symmetric(bound: float) -> tuple[float, float]:
-    return -bound, bound
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,7 @@ def fold_norms_(twin: nn.Module, probe: Probe) -> None:
 
 def _clear_(norm: Any) -> None:
     """Let a norm that was folded pass on what it gets."""
+    # a subclass may do more than normalise (timm's applies its activation): keep its forward, with nothing to normalise
     if type(norm).forward is nn.modules.batchnorm._BatchNorm.forward:
         norm.__dict__["forward"] = _as_it_is
         return

@@ -39,6 +39,7 @@ class Relevance(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = _latest(args), _latest(kwargs or {})
         name = _name(func)
+        # "get" reads an attribute such as x.shape; without relevance on the way PyTorch's own function will do
         if name == "get" or not _carries(args, kwargs):
             return func(*args, **kwargs)
         rule = RULES.get(name)
@@ -47,6 +48,7 @@ class Relevance(TorchFunctionMode):
                 f"lrp has no rule for {name!r}, which this network calls; use another criterion, such as 'taylor'"
             )
         made = rule(func, *args, **kwargs)
+        # PyTorch has not written: the rule made a new tensor. A view would have to change its whole, which we do not see
         if rule is not _move and _writes(func, args, kwargs):
             if args[0]._is_view():
                 raise ScoreError(
@@ -166,6 +168,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *relevance: Tensor) -> Any:
         a, b = ctx.saved_tensors
+        # formed again instead of kept: a sum costs less than the memory of one more activation
         share = _over(relevance[0], a + b)
         wants_a, wants_b = ctx.needs_input_grad
         return (
@@ -218,6 +221,7 @@ def _apply(function: Any, *args: Any) -> Tensor:
 
 def _over(relevance: Tensor, z: Tensor) -> Tensor:
     """Relevance over a sum of contributions, which is written into: it is a tensor of the rule's own."""
+    # epsilon has the sign of z, so that it moves every denominator away from zero
     small = torch.full((), EPSILON, dtype=z.dtype, device=z.device)
     return torch.div(relevance, z.add_(torch.copysign(small, z)), out=z)
 
@@ -254,6 +258,7 @@ def _alpha_beta(run: Callable[[Tensor, Tensor], Tensor], weight: Tensor) -> Shar
         with torch.enable_grad():
             leaves = [part.requires_grad_() for part, _ in parts]
             z = [run(leaf, w) for leaf, (_, w) in zip(leaves, parts, strict=True)]
+            # both parts are sums of products of equal signs, so z is positive and epsilon needs no sign
             above = relevance / (z[0] + z[1]).detach().add_(EPSILON)
             sent = torch.autograd.grad(z, leaves, [above, above])
         return _times(sent[0], leaves[0].detach()).add_(sent[1] * leaves[1].detach())
@@ -332,6 +337,7 @@ def _glu(func: Any, x: Tensor, dim: int = -1) -> Tensor:
 def _attention(func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if not value.requires_grad:
         return _constant(func, query, key, value, *args, **kwargs)
+    # a softmax has no rule that conserves relevance, so the attention weights count as constants
     query, key = query.detach(), key.detach()
     return _linear(lambda v: func(query, key, v, *args, **kwargs), value)
 
@@ -386,6 +392,7 @@ def _mul(func: Any, a: Any, b: Any, **kwargs: Any) -> Tensor:
         return (
             _apply(_Passed, a, lambda v: v * b) if _same_shape(a, b) else _apply(_Product, a, b, (1.0, 0.0))
         )
+    # a gate, as in squeeze-and-excitation, has fewer numbers than what it gates
     if a.numel() == b.numel():
         return _apply(_Product, a, b, (0.5, 0.5))
     shares = (1.0, 0.0) if a.numel() > b.numel() else (0.0, 1.0)
@@ -432,17 +439,20 @@ def _without_inplace(func: Any, args: Any) -> Any:
     return tuple(False if value is True else value for value in args)
 
 
+# Entries stay where they are, so the relevance of an output is that of its input.
 _PASSING = """
 relu relu6 leaky_relu elu selu celu gelu silu mish hardswish hardtanh softplus tanh sigmoid hardsigmoid logsigmoid prelu
 threshold clamp clamp_min square pow neg batch_norm layer_norm group_norm rms_norm instance_norm normalize
 dropout log_softmax dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout
 """
+# Entries move, or one of several is chosen; autograd sends relevance back the way that they came.
 _MOVING = """
 view view_as reshape reshape_as flatten unflatten permute transpose swapaxes movedim t contiguous clone cat concat
 concatenate stack split chunk tensor_split unbind getitem index_select narrow select squeeze unsqueeze expand expand_as
 repeat repeat_interleave tile roll flip pad to float double half bfloat16 type type_as masked_fill where gather
 take_along_dim maximum minimum pixel_shuffle pixel_unshuffle unfold channel_shuffle max amax boolean_dispatch
 """
+# These ask about a tensor, or make one that no relevance reaches.
 _ASKING = """
 size dim numel len stride is_contiguous is_floating_point is_complex register_hook detach ndimension element_size
 has_names new_zeros new_ones new_full new_empty new_tensor zeros_like ones_like full_like empty_like eq ne lt le gt ge
