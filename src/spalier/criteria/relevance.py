@@ -48,7 +48,7 @@ class Relevance(TorchFunctionMode):
                 f"lrp has no rule for {name!r}, which this network calls; use another criterion, such as 'taylor'"
             )
         made = rule(func, *args, **kwargs)
-        # PyTorch has not written: the rule made a new tensor. A view would have to change its whole, which we do not see
+        # PyTorch has not written: the rule made a new tensor. A view would have to change its whole, unseen by us
         if rule is not _move and _writes(func, args, kwargs):
             if args[0]._is_view():
                 raise ScoreError(
