@@ -7,7 +7,7 @@ from support import assert_unchanged, awaken_, snapshot
 from torch import nn
 
 import spalier as sp
-from spalier.errors import ConfigError, ExampleError
+from spalier.errors import ExampleError
 
 IMAGE = torch.randn(1, 3, 32, 32)
 
@@ -183,10 +183,10 @@ def test_without_an_example_nothing_computed_is_claimed():
     ("net", "example", "options", "error", "words"),
     [
         (nn.Linear(4, 5), torch.randn(2, 3), {}, ExampleError, "does not run through the network"),
-        (nn.Linear(4, 5), 3.0, {}, ExampleError, "no tensor with samples"),
+        (nn.Linear(4, 5), 3.0, {}, ExampleError, "the example is a float; expected a tensor"),
+        (nn.Linear(4, 5), (3.0,), {}, ExampleError, "no tensor with samples"),
         (nn.Linear(4, 5), torch.randn(2, 4), {"samples": 0}, ExampleError, "samples is 0"),
         (nn.Linear(4, 5), torch.randn(2, 4), {"samples": 3}, ExampleError, "do not divide by 3"),
-        ("resnet", None, {}, ConfigError, "net is a str"),
     ],
 )
 def test_bad_input(net, example, options, error, words):

@@ -1,8 +1,12 @@
-"""Count what a network holds, learns and computes: by module and in total, in our accounting and the paper's."""
+"""Count what a network holds, learns and computes: by module and in total, in our accounting and the paper's.
+
+`count` runs the network once under PyTorch's operator-level counter, and books each operation to the innermost module
+that computes it. An adapted network counts as its fused one: its base's shapes are what will run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spalier.adapters.forward import divert_, is_diverted, undivert_, updates
-from spalier.errors import ConfigError, ExampleError
+from spalier.adapters.forward import updates
+from spalier.errors import ExampleError
+from spalier.structure.capture import arguments, as_base
 from spalier.text import table
 
 
@@ -90,19 +95,17 @@ def count(net: nn.Module, example: Any = None, *, samples: int | None = None) ->
     >>> found.parameters, found.macs, found.flops_paper
     (11173962, 555422720, 556651520)
     """
-    if not isinstance(net, nn.Module):
-        raise ConfigError(f"net is a {type(net).__name__}, expected a torch.nn.Module")
     if example is None:
-        return Count(_static(net, {}, {}, None), None)
-    args, kwargs = _arguments(example)
+        return Count(_by_module(net, {}, {}, None), None)
+    args, kwargs = arguments(example)
     samples = _samples(args, kwargs) if samples is None else samples
-    if not isinstance(samples, int) or samples < 1:
+    if samples < 1:
         raise ExampleError(f"samples is {samples!r}, expected an integer of at least 1")
     macs, normed = _computed(net, args, kwargs)
-    return Count(_static(net, macs, normed, samples), samples)
+    return Count(_by_module(net, macs, normed, samples), samples)
 
 
-def _static(
+def _by_module(
     net: nn.Module, macs: dict[nn.Module, int], normed: dict[nn.Module, int], samples: int | None
 ) -> tuple[ModuleCount, ...]:
     counted: set[int] = set()
@@ -147,10 +150,9 @@ def _computed(
 
     macs: dict[nn.Module, int] = {}
     normed: dict[nn.Module, int] = {}
-    with _as_plain(net), FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
-        calls: list[tuple[int, int]] = [
-            (0, 0)
-        ]  # operations before each open call, and inside of its inner calls
+    with _countable(net), FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
+        # of each open call: the operations before it, and those that its inner calls have booked
+        calls: list[tuple[int, int]] = [(0, 0)]
 
         def enter(module: nn.Module, _: Any) -> None:
             calls.append((counter.get_total_flops(), 0))
@@ -164,60 +166,40 @@ def _computed(
             start, others = calls.pop()
             calls.append((start, others + spent))
 
-        with _hooked(net, enter, leave):
-            _run(net, args, kwargs)
+        hooks = [m.register_forward_pre_hook(enter) for m in net.modules()]
+        hooks += [m.register_forward_hook(leave) for m in net.modules()]
+        try:
+            net(*args, **kwargs)
+        except Exception as error:  # whatever the network raises, the example does not fit it
+            raise ExampleError(
+                f"the example does not run through the network ({type(error).__name__}: {error}); expected a tensor, "
+                "a tuple of positional or a dict of keyword arguments that net(...) takes, on its device"
+            ) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
     return macs, normed
 
 
 @contextmanager
-def _as_plain(net: nn.Module) -> Iterator[None]:
-    """Run the base's shapes, in eval mode, where every operation can be seen; afterwards all is as before."""
-    diverted = [m for m in net.modules() if is_diverted(m)]
-    training = {m: m.training for m in net.modules()}
+def _countable(net: nn.Module) -> Iterator[None]:
+    """The base in eval mode, where every operation can be seen; afterwards all is as before."""
     learning = [p for p in net.parameters() if p.requires_grad]
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    for module in diverted:
-        undivert_(module)
     for parameter in learning:  # PyTorch's counter stumbles over a module that is given one that learns
         parameter.requires_grad_(False)
-    net.eval()
-    torch.backends.mha.set_fastpath_enabled(False)
+    torch.backends.mha.set_fastpath_enabled(False)  # it computes a whole encoder layer as one operation
     try:
-        with torch.no_grad():
+        with as_base(net), torch.no_grad():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for parameter in learning:
             parameter.requires_grad_(True)
-        for module, mode in training.items():
-            module.training = mode
-        for module in diverted:
-            divert_(module)
-
-
-@contextmanager
-def _hooked(net: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
-    hooks = [m.register_forward_pre_hook(enter) for m in net.modules()]
-    hooks += [m.register_forward_hook(leave) for m in net.modules()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _run(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    try:
-        net(*args, **kwargs)
-    except Exception as error:  # whatever the network raises, the example does not fit it
-        raise ExampleError(
-            f"the example does not run through the network ({type(error).__name__}: {error}); expected a tensor, "
-            "a tuple of positional or a dict of keyword arguments that net(...) takes, on its device"
-        ) from error
 
 
 def _formulas() -> dict[Any, Any]:
-    """Operations that PyTorch's counter leaves out, in its unit: two for each multiply-accumulate."""
+    """Operations that PyTorch's counter leaves out on CPUs, in its unit: two for each multiply-accumulate."""
     aten = torch.ops.aten
 
     def attention(query: list[int], key: list[int], value: list[int], *_: Any, **__: Any) -> int:
@@ -249,12 +231,6 @@ def _formulas() -> dict[Any, Any]:
         aten.dot: matrix_vector,
         aten.addmv: added_matrix_vector,
     }
-
-
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, dict):
-        return (), example
-    return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
 
 
 def _samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -1,4 +1,9 @@
-"""Capture a network's graph with `torch.export`, as it computes in eval mode and without its adapters."""
+"""Capture a network's graph with `torch.export`, and run networks without leaving a trace on them.
+
+The graph is that of one forward in eval mode and without adapters: these follow the shapes of the weights that they
+update, so they say nothing of the structure. The second half of the file reads nodes of the graph: which operation a
+node is, which module calls it, and on which line.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +21,12 @@ from torch.utils._pytree import tree_map_only
 
 from spalier.adapters.forward import is_diverted, undivert_
 from spalier.adapters.geometry import is_uninitialised
-from spalier.errors import ConfigError, ExampleError, TraceError
+from spalier.errors import ExampleError, TraceError
 from spalier.text import first_line
 
 
 def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An example as positional and keyword arguments: a tensor, a tuple or list of arguments, or a dict of them."""
+    """An example as positional and keyword arguments."""
     if isinstance(example, Mapping):
         return (), dict(example)
     if isinstance(example, tuple | list):
@@ -35,13 +40,11 @@ def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def capture(net: nn.Module, example: Any) -> ExportedProgram:
     """The graph of one forward in eval mode; the network is left as it was."""
-    if not isinstance(net, nn.Module):
-        raise ConfigError(f"net is a {type(net).__name__}, expected a torch.nn.Module")
     if is_uninitialised(net):
         raise TraceError("the network has a lazy layer without a shape yet; run one batch through it first")
     args, kwargs = arguments(on_device_of(net, example))
     with as_base(net), torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(), quiet():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # of PyTorch's own, about its own code
         try:
             return torch.export.export(net, args, kwargs, strict=False)
         except Exception as error:  # export raises a dozen kinds; the caller gets one of ours
@@ -74,7 +77,7 @@ def _refusal(net: nn.Module, args: Any, kwargs: Any, error: Exception) -> Except
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """PyTorch logs what fails on fake tensors; here that is an answer."""
+    """PyTorch logs errors of fake tensors; here a failure is an answer, and nobody's error."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL + 1)
@@ -91,7 +94,7 @@ def copied(example: Any) -> Any:
 
 @contextmanager
 def preserved(net: nn.Module) -> Iterator[None]:
-    """Run a network without a trace: buffers that it writes into and random numbers that it draws come back."""
+    """Run a network and put everything back: buffers that it writes into, random numbers that it draws."""
     held = [
         (m, dict(m._buffers), [b if b is None else b.clone() for b in m._buffers.values()])
         for m in net.modules()
@@ -112,7 +115,8 @@ def preserved(net: nn.Module) -> Iterator[None]:
 def in_eval_mode(net: nn.Module) -> Iterator[None]:
     """The network in eval mode for a while; what modules cache until they train is made anew before and after."""
     training = [m.training for m in net.modules()]
-    net.train()  # a network may override these, and return nothing
+    # a switch of the mode drops caches, such as LeViT's table of biases; a network's own train() may return nothing
+    net.train()
     net.eval()
     try:
         yield
@@ -134,6 +138,9 @@ def as_base(net: nn.Module) -> Iterator[None]:
     finally:
         for module, forward in diverted:
             module.__dict__["forward"] = forward
+
+
+# nodes of the graph
 
 
 def operation(node: Node) -> str:
@@ -169,7 +176,7 @@ def source(node: Node) -> str:
     """The operation, and the line of the network's own code that it comes from."""
     lines = (node.meta.get("stack_trace") or "").splitlines()
     frames = [line.strip() for line in lines if line.strip().startswith("File ")]
-    own = [f for f in frames if "/torch/nn/" not in f] or frames
+    own = [f for f in frames if "/torch/nn/" not in f] or frames  # a line of nn.Linear tells nobody anything
     if not own:
         return operation(node)
     file, line, *_ = own[-1].removeprefix("File ").split(", ")
