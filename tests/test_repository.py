@@ -60,10 +60,8 @@ STRUCTURE_LAYERS = [
     {"structure"},
 ]
 PRUNING_LAYERS = [
-    {"modules", "regression"},
-    {"plan", "recovery"},
-    {"attributes"},
-    {"cuts"},
+    {"modules", "regression", "plan"},
+    {"cuts", "recovery"},
     {"verify"},
     {"prune"},
     {"dry_run"},

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from spalier.benching import bench
     from spalier.counting import count
     from spalier.criteria import Scores, score
-    from spalier.pruning.attributes import resizes
+    from spalier.pruning.modules import resizes
     from spalier.pruning.plan import Plan, kept_units
     from spalier.pruning.prune import prune_
     from spalier.pruning.recovery import Recovery
@@ -86,7 +86,7 @@ _LATER = {
     "kept_units": "pruning.plan",
     "prune_": "pruning.prune",
     "report": "reporting",
-    "resizes": "pruning.attributes",
+    "resizes": "pruning.modules",
     "score": "criteria",
     "select": "selecting",
     "trace": "tracing",

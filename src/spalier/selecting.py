@@ -25,7 +25,7 @@ from spalier.criteria.criterion import Normalise
 from spalier.criteria.score import AGGREGATIONS, NORMALISATIONS, Aggregate, Floats, Scores
 from spalier.distributed import assert_same_on_every_rank, from_first_rank
 from spalier.errors import BudgetError, ConfigError, PlanError
-from spalier.pruning.plan import MARK, Kept, Plan, Writers, settled
+from spalier.pruning.plan import MARK, Kept, Plan, Writers, narrowed
 from spalier.pruning.prune import prune_
 from spalier.structure.capture import arguments, copied
 from spalier.structure.labels import Mask
@@ -393,7 +393,7 @@ class _Search:
         return self._made(chosen, fixed)
 
     def _kept(self, masks: Masks) -> Kept:
-        return settled(self.meter.structure, self.meter.kept, masks, self.options.writers)
+        return narrowed(self.meter.structure, self.meter.kept, masks, self.options.writers)
 
     def _unit_order(self) -> Order:
         assert self.scores is not None

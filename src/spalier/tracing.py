@@ -1,4 +1,8 @@
-"""`trace`: find what can be pruned in a network, and say what cannot, and why."""
+"""`trace`: find what can be pruned in a network, and say what cannot, and why.
+
+The graph says which channels are coupled (`structure`); a dry run with fewer of them says whether the network's own
+code follows (`pruning.dry_run`).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from spalier.structure.structure import Cache, Freeze, Structure, find, fingerpr
 def trace(
     net: nn.Module, example: Any, *, freeze: Freeze = None, cache: str | os.PathLike[str] | None = None
 ) -> Structure:
-    """Find the streams of ``net``: channels that must go together, who writes and reads them, and what has to stay.
+    """Find the streams of ``net``: coupled channels, who writes and reads them, and what has to stay.
 
     The network is captured with `torch.export` in eval mode, frozen or not, adapted or not, and left as it was. Then a
     twin without values shows whether its own code runs with fewer channels. What is not understood, or does not follow,
@@ -42,19 +46,18 @@ def trace(
       2.bias[0]   2 of 2  an output of the network
     8 units in 1 streams; 96.6% of the weights can go
     """
-    if isinstance(net, nn.Module) and MARK in net.__dict__:
+    if MARK in net.__dict__:
         raise TraceError(
             "the network is pruned already, and units are counted in its base; use the structure that it was "
             "pruned with"
         )
-    known = None
-    if cache is not None and isinstance(net, nn.Module):
-        known = Cache(cache).get(fingerprint(net, example, freeze))
+    known = None if cache is None else Cache(cache).get(fingerprint(net, example, freeze))
     if known is not None:
         return replace(known, example=example, freeze=freeze)
     structure = find(net, example, freeze)
     refused = unfollowed(net, structure)
-    structure = without(net, structure, refused) if refused else structure
+    if refused:
+        structure = without(net, structure, refused)
     if cache is not None:
         Cache(cache).put(structure)
     return structure

@@ -242,10 +242,8 @@ def test_a_writer_must_be_named_as_free():
         ({"0": [-1]}, "unit -1"),
         ({"0": [0.5]}, "expected whole numbers"),
         ({"0": [True]}, "expected whole numbers"),
-        ({"0": None}, "expected whole numbers"),
         ({"conv1": [0]}, "'conv1' is no stream"),
         ({"1": [0]}, "no stream"),
-        ([0, 1], "expected a dict"),
     ],
 )
 def test_bad_plans(keep, message):
@@ -322,7 +320,7 @@ def test_interrupted_in_the_middle(monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("spalier.pruning.prune._verify", interrupt)
+    monkeypatch.setattr("spalier.pruning.prune.verify", interrupt)
     with pytest.raises(KeyboardInterrupt):
         sp.prune_(net, chosen)
     assert_unchanged(net, before)

@@ -124,7 +124,7 @@ def test_a_prune_that_fails_puts_components_back(monkeypatch):
     def fail(*args):
         raise PruneError("no")
 
-    monkeypatch.setattr("spalier.pruning.prune._verify", fail)
+    monkeypatch.setattr("spalier.pruning.prune.verify", fail)
     with pytest.raises(PruneError):
         sp.prune_(net, sp.Plan(net._spalier.structure, {"0": [1, 2]}, ranks={"3": [1, 2]}))
     assert_unchanged(net, before)

@@ -39,7 +39,7 @@ def test_a_refused_cut_leaves_a_network_that_trains(monkeypatch):
     net = perceptron()
     plan = sp.Plan(sp.trace(net, ROWS), {"0": [0, 1]})
     loss = net(ROWS).sum()
-    monkeypatch.setattr("spalier.pruning.prune.is_close", lambda *_: False)
+    monkeypatch.setattr("spalier.pruning.verify.is_close", lambda *_: False)
     with pytest.raises(PruneError):
         sp.prune_(net, plan)
     loss.backward()

@@ -119,21 +119,3 @@ def fold_norms_(twin: nn.Module, probe: Probe) -> None:
             variance = module.running_var if isinstance(module, nn.modules.batchnorm._BatchNorm) else None
             if variance is not None and len(variance) == layer.get_parameter("weight").shape[axis]:
                 fold_into_(layer, module, axis)
-                _clear_(module)
-
-
-def _clear_(norm: Any) -> None:
-    """Let a norm that was folded pass on what it gets."""
-    # a subclass may do more than normalise (timm's applies its activation): keep its forward, with nothing to normalise
-    if type(norm).forward is nn.modules.batchnorm._BatchNorm.forward:
-        norm.__dict__["forward"] = _as_it_is
-        return
-    norm.running_mean, norm.running_var = (
-        torch.zeros_like(norm.running_mean),
-        torch.ones_like(norm.running_var),
-    )
-    norm.eps, norm.weight, norm.bias = 0.0, None, None
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x

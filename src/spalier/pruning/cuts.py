@@ -1,16 +1,24 @@
-"""Cut tensors, adapters and optimizer state down to what is left."""
+"""Cut tensors, adapters and optimizer state down to what is left.
+
+Parameters that learn stay the same objects with other values, so optimizers, and whoever else holds them, go on with
+them. Frozen base tensors give way to new ones and are left untouched, so `detach_` can give the whole base back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spalier.adapters.attachment import Attachment, Changes, Owner
+from spalier.adapters.attachment import Attachment, Changes, Owner, fused_value
+from spalier.adapters.geometry import Geometry
 from spalier.adapters.kinds import LowRank, Update
 from spalier.errors import PlanError, PruneError
 from spalier.pruning.plan import Kept
@@ -21,48 +29,76 @@ Indices = tuple[Ints | None, ...]
 """For each axis, the indices that stay; None where all do."""
 
 
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """A network, what it has left of its base, and what it is to have left."""
+
+    net: nn.Module
+    structure: Structure
+    owners: Mapping[str, list[Owner]]
+    before: Kept
+    left: Kept
+
+    @cached_property
+    def cuts(self) -> dict[str, Indices]:
+        """For each tensor that loses something, the indices that stay, counted in the tensor as it is now."""
+        return cuts_of(self.structure, self.before, self.left)
+
+    def value(self, name: str) -> Tensor:
+        """A tensor as the network computes with it: its adapter is fused."""
+        return fused_value(self.owners, name)
+
+
+def cuts_of(structure: Structure, before: Kept, left: Kept) -> dict[str, Indices]:
+    """For each tensor that loses something, the indices that stay, counted in the tensor as it was before."""
+    found: dict[str, Indices] = {}
+    for name in dict.fromkeys(tensor for tensor, _ in structure.axes):
+        masks = zip(before.of(structure, name), left.of(structure, name), strict=True)
+        indices = tuple(None if stays[was].all() else np.flatnonzero(stays[was]) for was, stays in masks)
+        if any(index is not None for index in indices):
+            found[name] = indices
+    return found
+
+
 def cut(tensor: Tensor, indices: Indices) -> Tensor:
     """What is left of a tensor, in its own memory and layout."""
     out = tensor
     for axis, index in enumerate(indices):
         if index is not None:
             out = out.index_select(axis, torch.from_numpy(index).to(out.device))
-    if (
-        tensor.dim() == 4
-        and not tensor.is_contiguous()
-        and tensor.is_contiguous(memory_format=torch.channels_last)
-    ):
-        out = out.contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last
+    if tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=layout):
+        out = out.contiguous(memory_format=layout)
     return out
 
 
-def cuts_of(structure: Structure, before: Kept, after: Kept) -> dict[str, Indices]:
-    """For each tensor that loses something, the indices that stay, counted in the tensor as it is now."""
-    found: dict[str, Indices] = {}
-    for name in dict.fromkeys(tensor for tensor, _ in structure.axes):
-        masks = zip(before.of(structure, name), after.of(structure, name), strict=True)
-        indices = tuple(None if left[was].all() else np.flatnonzero(left[was]) for was, left in masks)
-        if any(index is not None for index in indices):
-            found[name] = indices
-    return found
+def cut_geometry(update: Update, shape: Sequence[int], indices: Indices) -> tuple[Geometry, Ints, Ints]:
+    """The geometry that an update has once its weight, now of this shape, is cut; the outputs and inputs that stay."""
+    sides = zip(shape[:2], indices[:2], strict=True)
+    first, second = (np.arange(size) if index is None else index for size, index in sides)
+    return update.geometry.cut(first, second)
 
 
 class Cutter:
-    """Cuts the tensors of a network, and remembers what it did."""
+    """Cuts the tensors of a network; every change goes into a log, so that it can be taken back."""
 
     def __init__(self, attachment: Attachment | None, changes: Changes) -> None:
         self.changes = changes
         self.sliced: dict[Tensor, tuple[Tensor, Indices]] = {}
-        """Each parameter that was cut: what it was, and the indices that stayed."""
+        """Each parameter that was cut: what it is now, and the indices that stayed."""
         self._attachment = attachment
         self._copies = set() if attachment is None else {id(entry.copy) for entry in attachment.replaced}
         self._cut_updates: set[Update] = set()
 
     def cut_(self, owners: Sequence[Owner], indices: Indices) -> None:
-        """Cut one tensor wherever it sits, and the update of it."""
+        """Cut one tensor wherever it sits, and the updates of it."""
         tensor = owners[0].tensor
-        self._cut_updates_of(owners, tensor, indices)
+        for update in (owner.update for owner in owners):
+            if update is not None and update not in self._cut_updates:  # tied weights share theirs
+                self._cut_updates.add(update)
+                self._cut_update_(update, tensor.shape, indices)
         small = self._cut(tensor.detach(), indices)
+        # a copy that learns, or any parameter of a network without adapters, stays the same object
         if isinstance(tensor, nn.Parameter) and (self._attachment is None or id(tensor) in self._copies):
             self._shrink_(tensor, small, indices)
             return
@@ -81,37 +117,22 @@ class Cutter:
         return cut(tensor, indices)
 
     def _shrink_(self, parameter: nn.Parameter, small: Tensor, indices: Indices) -> None:
-        """Keep the parameter itself, so that whoever trains it goes on with it."""
+        """Give a parameter other values, and its gradient with it."""
         before = self.sliced[parameter][1] if parameter in self.sliced else ()
-        self.sliced[parameter] = (parameter, _merged(before, indices))
+        # a factor may be cut twice, along different axes: its components, and its channels
+        merged = tuple(b if a is None else a if b is None else a[b] for a, b in zip_longest(before, indices))
+        self.sliced[parameter] = (parameter, merged)
         grad = parameter.grad
         self.changes.set_values_(parameter, small)
         if grad is not None:
             parameter.grad = cut(grad, indices)
 
-    def _cut_updates_of(self, owners: Sequence[Owner], weight: Tensor, indices: Indices) -> None:
-        for owner in owners:
-            update = owner.update
-            if update is not None and update not in self._cut_updates:
-                self._cut_updates.add(update)
-                self._cut_update_(update, tuple(weight.shape), indices)
-
-    def _cut_update_(self, update: Update, shape: tuple[int, ...], indices: Indices) -> None:
-        first, second = (
-            np.arange(n) if i is None else i for n, i in zip(shape[:2], indices[:2], strict=True)
-        )
-        geometry, outputs, inputs = update.geometry.cut(first, second)
+    def _cut_update_(self, update: Update, shape: Sequence[int], indices: Indices) -> None:
+        geometry, outputs, inputs = cut_geometry(update, shape, indices)
         for parameter, kept in update.cuts(outputs, inputs):
             self._shrink_(parameter, self._cut(parameter.detach(), kept), kept)
         for key, value in update.narrowed(geometry, outputs, inputs).items():
-            place = "_buffers" if isinstance(value, Tensor) else ""
-            self.changes.set_(update, place, key, value)
-
-
-def _merged(first: Indices, second: Indices) -> Indices:
-    """Two cuts of one tensor, of different axes: its components and its channels."""
-    pairs = zip_longest(first, second)
-    return tuple(b if a is None else a if b is None else a[b] for a, b in pairs)
+            self.changes.set_(update, "_buffers" if isinstance(value, Tensor) else "", key, value)
 
 
 def components_of(attachment: Attachment | None, ranks: Mapping[str, tuple[int, ...]]) -> dict[LowRank, Ints]:
@@ -131,22 +152,23 @@ def components_of(attachment: Attachment | None, ranks: Mapping[str, tuple[int, 
     return found
 
 
+# optimizers
+
+
 def optimizers_of(net: nn.Module, given: object) -> list[Optimizer]:
     """The optimizers that were passed; each must train something of the network."""
-    several = [given] if isinstance(given, Optimizer) else given if isinstance(given, list | tuple) else None
-    if given is None:
-        return []
-    if several is None or not all(isinstance(each, Optimizer) for each in several):
-        raise PruneError(
-            f"optimizer is a {type(given).__name__}, expected a torch.optim.Optimizer or a list of them"
-        )
+    several: list[Any] = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
     own = set(net.parameters())
     for optimizer in several:
+        if not isinstance(optimizer, Optimizer):
+            raise PruneError(
+                f"optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer or a list of them"
+            )
         if own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
             raise PruneError(
                 f"the {type(optimizer).__name__} trains no parameter of this network; pass the one that does"
             )
-    return list(several)
+    return several
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], parameters: Iterable[Tensor]) -> None:
@@ -166,7 +188,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], parameters: Iterable[Tenso
                     )
 
 
-def cut_optimizers_(optimizers: Iterable[Optimizer], sliced: dict[Tensor, tuple[Tensor, Indices]]) -> None:
+def cut_optimizers_(optimizers: Iterable[Optimizer], sliced: Mapping[Tensor, tuple[Tensor, Indices]]) -> None:
     """Cut the state of every parameter that was cut."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:

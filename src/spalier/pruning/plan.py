@@ -1,8 +1,7 @@
-"""What a network will be once a plan has been carried out.
+"""Plans: which units of each stream stay, and what is left of a network's base.
 
-Plans: which units of each stream stay.
-
-What a network has left of its base: remembered on the network as plain numbers.
+Units are numbered as in the unpruned base, for ever. So plans, task files and scores of one network mean the same units
+however often it has been pruned. What is left is remembered on the network itself, as plain numbers (`Kept`).
 """
 
 from __future__ import annotations
@@ -21,6 +20,10 @@ from spalier.structure.labels import Mask
 from spalier.structure.streams import kept_indices
 from spalier.structure.structure import Structure
 from spalier.text import table
+
+MARK = "_spalier_kept"
+"""The private attribute of a pruned network that holds the kept units of its base."""
+Writers = Literal["coupled", "free"]
 
 
 @dataclass(frozen=True)
@@ -64,18 +67,14 @@ class Prediction:
         if self.macs is not None:
             share = f" of {self.macs_base:,} ({density['macs']:.1%})" if "macs" in density else ""
             lines.append(f"MACs        {self.macs:,}{share}")
-        lines.append(
-            f"bytes       {self.bytes:,}" + (f", of the task {self.task_bytes:,}" if self.task_bytes else "")
-        )
+        task = f", of the task {self.task_bytes:,}" if self.task_bytes else ""
+        lines.append(f"bytes       {self.bytes:,}{task}")
         if self.latency is not None and self.latency_base:
             lines.append(
                 f"latency     {1e3 * self.latency:.2f} ms of {1e3 * self.latency_base:.2f} "
                 f"({self.latency / self.latency_base:.1%}), measured"
             )
         return "\n".join(lines)
-
-
-Writers = Literal["coupled", "free"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,28 +104,22 @@ class Plan:
         ranks: Mapping[str, Iterable[int]] | None = None,
         prediction: Prediction | None = None,
     ) -> None:
-        if not isinstance(structure, Structure):
-            raise PlanError(f"structure is a {type(structure).__name__}, expected what trace returns")
         if writers not in ("coupled", "free"):
             raise PlanError(f"writers is {writers!r}, expected 'coupled' or 'free'")
-        if not isinstance(keep, Mapping):
-            raise PlanError(
-                f"keep is a {type(keep).__name__}, expected a dict of stream names and unit numbers"
-            )
         chosen = {name: _units(name, units, _size(structure, name, writers)) for name, units in keep.items()}
+        components = {name: _units(name, kept, None) for name, kept in (ranks or {}).items()}
         object.__setattr__(self, "structure", structure)
         object.__setattr__(self, "keep", chosen)
         object.__setattr__(self, "writers", writers)
-        components = {name: _units(name, kept, None) for name, kept in (ranks or {}).items()}
         object.__setattr__(self, "ranks", components)
         object.__setattr__(self, "prediction", prediction)
 
     def __str__(self) -> str:
-        sizes = {name: _size(self.structure, name, self.writers) for name in self.keep}
-        rows = [[name, f"{len(units):,}", f"{sizes[name]:,}"] for name, units in self.keep.items()]
         parts = []
-        if rows or not self.ranks:
+        if self.keep or not self.ranks:
             head = "stream" if self.writers == "coupled" else "stream or writer"
+            sizes = {name: _size(self.structure, name, self.writers) for name in self.keep}
+            rows = [[name, f"{len(units):,}", f"{sizes[name]:,}"] for name, units in self.keep.items()]
             parts.append(table([head, "kept", "of"], rows))
         if self.ranks:
             parts.append(table(["adapter", "rank"], [[name, str(len(r))] for name, r in self.ranks.items()]))
@@ -137,18 +130,15 @@ class Plan:
 
 def _size(structure: Structure, name: str, writers: Writers) -> int:
     """How many units a stream or a free writer has."""
-    if writers == "free":
-        for writer in structure.writers:
-            if writer.name == name:
-                return structure.streams[writer.stream].size
+    if writers == "free" and name in structure.free_writers:
+        return structure.streams[structure.free_writers[name]].size
     if name in structure.index:
         return structure[name].size
-    free = [writer.name for writer in structure.writers]
-    if name in free:
+    if name in structure.free_writers:
         raise PlanError(
             f"{name!r} writes into a stream with others; pass writers='free' to let it keep units of its own"
         )
-    known = [*structure.index, *(free if writers == "free" else [])]
+    known = [*structure.index, *(structure.free_writers if writers == "free" else ())]
     close = get_close_matches(str(name), known, n=3) or known[:3] or ["none: it has no streams"]
     raise PlanError(
         f"{name!r} is no stream of this network; expected a name such as {', '.join(map(repr, close))}"
@@ -157,30 +147,24 @@ def _size(structure: Structure, name: str, writers: Writers) -> int:
 
 def _units(name: str, units: Iterable[int], size: int | None) -> tuple[int, ...]:
     """Sorted numbers below ``size``, each once; how many components an adapter has, only the network knows."""
-    try:
-        units = units.tolist() if isinstance(units, Tensor | np.ndarray) else list(units)
-        given = [int(unit) for unit in units]
-        exact = all(isinstance(u, int | np.integer) and not isinstance(u, bool) for u in units)
-    except (TypeError, ValueError, OverflowError):
-        exact = False
-    if not exact:
+    given = units.tolist() if isinstance(units, Tensor | np.ndarray) else list(units)
+    if not all(isinstance(unit, int | np.integer) and not isinstance(unit, bool) for unit in given):
         below = "" if size is None else f" below {size}"
-        raise PlanError(f"the units of {name!r} are {units!r}, expected whole numbers{below}")
+        raise PlanError(f"the units of {name!r} are {given!r}, expected whole numbers{below}")
     if not given:
         raise PlanError(f"the plan empties {name!r}; at least one unit has to stay")
     if len(set(given)) < len(given):
-        twice = next(u for u in given if given.count(u) > 1)
+        twice = next(unit for unit in given if given.count(unit) > 1)
         raise PlanError(f"unit {twice} of {name!r} is named twice")
-    outside = [u for u in given if u < 0 or (size is not None and u >= size)]
+    outside = [unit for unit in given if unit < 0 or (size is not None and unit >= size)]
     if outside and size is None:
         raise PlanError(f"component {outside[0]} of {name!r} does not exist; they are counted from 0")
     if outside and size is not None:
         raise PlanError(f"unit {outside[0]} of {name!r} does not exist; it has {size} units, 0 to {size - 1}")
-    return tuple(sorted(given))
+    return tuple(sorted(int(unit) for unit in given))
 
 
-MARK = "_spalier_kept"
-"""The private attribute of a pruned network that holds the kept units of its base."""
+# what a network has left
 
 
 @dataclass(frozen=True)
@@ -191,13 +175,14 @@ class Kept:
     writers: dict[str, Mask]
     _known: dict[str, list[Mask]] = field(default_factory=dict, repr=False)
 
-    def _indices(self, structure: Structure, tensor: str, axis: int) -> Mask:
-        size = structure.shapes[tensor][axis]
-        left = kept_indices(structure.axes.get((tensor, axis), ()), size, self.streams)
-        for writer in structure.writers:
-            if writer.name in self.writers and (tensor, axis) in writer.members:
-                left &= self.writers[writer.name]
-        return left
+    def units(self, structure: Structure, name: str, writers: Writers) -> Mask:
+        """Which units a stream, or a free writer, has left.
+
+        A stream is named after its first writer; with free writers that name means the layer.
+        """
+        if writers == "free" and name in structure.free_writers:
+            return self.writers.get(name, self.streams[structure.free_writers[name]])
+        return self.streams[structure.index[name]]
 
     def of(self, structure: Structure, tensor: str) -> list[Mask]:
         """Which indices of each axis of a base tensor are left."""
@@ -205,6 +190,14 @@ class Kept:
             axes = range(len(structure.shapes[tensor]))
             self._known[tensor] = [self._indices(structure, tensor, axis) for axis in axes]
         return self._known[tensor]
+
+    def _indices(self, structure: Structure, tensor: str, axis: int) -> Mask:
+        size = structure.shapes[tensor][axis]
+        left = kept_indices(structure.axes.get((tensor, axis), ()), size, self.streams)
+        for writer in structure.writers:
+            if writer.name in self.writers and (tensor, axis) in writer.members:
+                left &= self.writers[writer.name]
+        return left
 
     def to_dict(self, structure: Structure, attributes: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """As plain numbers, with the base's values of attributes that have changed."""
@@ -223,100 +216,78 @@ def kept_units(net: nn.Module) -> dict[str, dict[str, list[int]]] | None:
     return None if found is None else {kind: dict(found[kind]) for kind in ("streams", "writers")}
 
 
+def whole(structure: Structure) -> Kept:
+    """What an unpruned network has left: everything."""
+    return Kept(tuple(np.ones(stream.size, bool) for stream in structure.streams), {})
+
+
 def kept_of(net: nn.Module, structure: Structure) -> Kept:
     """What a network has left, checked against its tensors."""
     found = net.__dict__.get(MARK)
-    if found is None:
-        kept = Kept(tuple(np.ones(stream.size, bool) for stream in structure.streams), {})
-    else:
+    kept = whole(structure)
+    if found is not None:
         if found["fingerprint"] != structure.fingerprint:
             raise PlanError(
                 "the plan is for another network: this one was pruned with a structure of its own; "
                 "use the structure that it was pruned with first"
             )
         masks = tuple(_mask(found["streams"][s.name], s.size) for s in structure.streams)
-        sizes = {w.name: structure.streams[w.stream].size for w in structure.writers}
+        sizes = {name: structure.streams[stream].size for name, stream in structure.free_writers.items()}
         kept = Kept(masks, {name: _mask(units, sizes[name]) for name, units in found["writers"].items()})
-    _check_tensors(tensors_of(net), structure, kept, pruned=found is not None)
+    _check_tensors(tensors_of(net), structure, kept, remedy="" if found else "; trace it again")
     return kept
 
 
-def _mask(units: list[int], size: int) -> Mask:
+def _mask(units: Iterable[int], size: int) -> Mask:
     mask = np.zeros(size, bool)
-    mask[units] = True
+    mask[list(units)] = True
     return mask
 
 
-def _check_tensors(tensors: Mapping[str, Tensor], structure: Structure, kept: Kept, *, pruned: bool) -> None:
+def _check_tensors(tensors: Mapping[str, Tensor], structure: Structure, kept: Kept, remedy: str) -> None:
+    wrong = "the plan is for another network, or the network was changed since it was traced"
     unlike = set(tensors) ^ set(structure.names)
     if unlike:
-        name = sorted(unlike)[0]
+        name = min(unlike)
         where = "the network" if name in tensors else "the structure"
-        raise PlanError(
-            f"the plan is for another network, or the network was changed since it was traced: only {where} has "
-            f"{name!r}; trace it again"
-        )
+        raise PlanError(f"{wrong}: only {where} has {name!r}; trace it again")
     for name, first in structure.names.items():
-        expected = tuple(int(mask.sum()) for mask in kept.of(structure, first))
-        if tuple(tensors[name].shape) != expected:
-            raise PlanError(
-                f"the plan is for another network, or the network was changed since it was traced: {name} has shape "
-                f"{tuple(tensors[name].shape)}, expected {expected}; {'' if pruned else 'trace it again'}".rstrip(
-                    "; "
-                )
-            )
+        found, expected = tuple(tensors[name].shape), tuple(int(m.sum()) for m in kept.of(structure, first))
+        if found != expected:
+            raise PlanError(f"{wrong}: {name} has shape {found}, expected {expected}{remedy}")
 
 
-def after(plan: Plan, kept: Kept) -> Kept:
+def kept_after(plan: Plan, kept: Kept) -> Kept:
     """What is left once a plan has been carried out."""
-    structure = plan.structure
     chosen: dict[str, Mask] = {}
     for name, units in plan.keep.items():
-        stream = kept.streams[_stream(structure, name) if _is_free(plan, name) else structure.index[name]]
-        chosen[name] = _subset(
-            name, units, kept.writers.get(name, stream) if _is_free(plan, name) else stream
-        )
-    left = settled(structure, kept, chosen, plan.writers)
+        before = kept.units(plan.structure, name, plan.writers)
+        chosen[name] = _mask(units, len(before))
+        gone = np.flatnonzero(chosen[name] & ~before)
+        if len(gone):
+            raise PlanError(f"unit {gone[0]} of {name!r} is gone already; a plan can only keep what is left")
+    left = narrowed(plan.structure, kept, chosen, plan.writers)
     for name, mask in left.writers.items():
         if not mask.any():
             raise PlanError(f"the plan empties {name!r}; at least one unit has to stay")
     return left
 
 
-def settled(structure: Structure, kept: Kept, chosen: Mapping[str, Mask], writers: Writers) -> Kept:
-    """What is left where these streams and free writers keep what is chosen for them, and the others what they have."""
-    free = {w.name for w in structure.writers} if writers == "free" else set()
+def narrowed(structure: Structure, kept: Kept, chosen: Mapping[str, Mask], writers: Writers) -> Kept:
+    """What is left where streams and free writers keep what is chosen for them, and the others what they have."""
+    free = structure.free_writers
+    is_named = set(free) & set(chosen) if writers == "free" else set()
     streams = [
-        chosen[stream.name] if stream.name in chosen and stream.name not in free else mask
+        chosen[stream.name] if stream.name in chosen and stream.name not in is_named else mask
         for stream, mask in zip(structure.streams, kept.streams, strict=True)
     ]
-    own = {name: mask & streams[_stream(structure, name)] for name, mask in kept.writers.items()}
-    for number, stream in enumerate(structure.streams):
-        several = [w for w in structure.writers if w.stream == number]
-        if not any(w.name in chosen and w.name in free for w in several):
-            continue
-        for w in several:
-            own[w.name] = chosen.get(w.name, own.get(w.name, streams[number]))
-        if len(several) == len(
-            stream.writers
-        ):  # else a writer that is not free keeps the stream as wide as it is
-            streams[number] = np.logical_or.reduce([own[w.name] for w in several]) & streams[number]
-    fewer = {n: m for n, m in own.items() if not np.array_equal(m, streams[_stream(structure, n)])}
+    own = {name: mask & streams[free[name]] for name, mask in kept.writers.items()}
+    for number in {free[name] for name in is_named}:
+        several = [name for name, stream in free.items() if stream == number]
+        for name in several:
+            own[name] = chosen.get(name, own.get(name, streams[number]))
+        # a stream keeps what any of its writers writes; one that is not free keeps it as wide as it is
+        if len(several) == len(structure.streams[number].writers):
+            streams[number] = np.logical_or.reduce([own[name] for name in several]) & streams[number]
+    fewer = {name: mask for name, mask in own.items() if not np.array_equal(mask, streams[free[name]])}
     return Kept(tuple(streams), fewer)
-
-
-def _is_free(plan: Plan, name: str) -> bool:
-    """A stream is named after its first writer; with free writers the name means that layer."""
-    return plan.writers == "free" and any(w.name == name for w in plan.structure.writers)
-
-
-def _stream(structure: Structure, writer: str) -> int:
-    return next(w.stream for w in structure.writers if w.name == writer)
-
-
-def _subset(name: str, units: tuple[int, ...], before: Mask) -> Mask:
-    mask = _mask(list(units), len(before))
-    gone = np.flatnonzero(mask & ~before)
-    if len(gone):
-        raise PlanError(f"unit {gone[0]} of {name!r} is gone already; a plan can only keep what is left")
-    return mask

@@ -1,45 +1,38 @@
-"""`prune_`: take units out of a network physically, and prove that nothing else has changed."""
+"""`prune_`: take units out of a network physically, and prove that nothing else has changed.
+
+It knows the base's graph, what is left of the base, and the plan:
+
+1. The base's graph runs on the current values, adapters fused, with zeros for all that is to go (`verify.reference`).
+2. Tensors, updates and attributes are cut, with every change in a log (`apply_`).
+3. The network itself runs, and must return the same (`verify.verify`).
+4. On a difference, an error or an interrupt the log is played back: nothing was changed.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
-from spalier.adapters.attach import detach_, fuse
-from spalier.adapters.attachment import (
-    Attachment,
-    Changes,
-    Owner,
-    attachment_of,
-    fused_value,
-    is_marked,
-    owners_of,
-)
+from spalier.adapters.attach import fuse
+from spalier.adapters.attachment import Changes, attachment_of, is_marked, owners_of
 from spalier.adapters.forward import updates
-from spalier.errors import PlanError, PruneError
-from spalier.pruning.attributes import Resize, resized
 from spalier.pruning.cuts import (
     Cutter,
-    Indices,
+    Reduction,
     check_optimizers,
     components_of,
     cut_optimizers_,
-    cuts_of,
     optimizers_of,
 )
-from spalier.pruning.modules import set_spread_
-from spalier.pruning.plan import MARK, Kept, Plan, after, kept_of
+from spalier.pruning.modules import Resize, resized, set_spread_
+from spalier.pruning.plan import MARK, Plan, kept_after, kept_of
 from spalier.pruning.recovery import Recovered, Recovery, calibration_of, recover_
-from spalier.pruning.verify import first_difference, is_close, masked_outputs, tolerance
-from spalier.structure.capture import arguments, copied, in_eval_mode, preserved
-from spalier.structure.structure import Structure, capture_again_
+from spalier.pruning.verify import reference, verify
 
 
 def prune_(
@@ -84,43 +77,37 @@ def prune_(
 
 
 def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool, recover: Any) -> Recovered | None:
-    attachment = _checked(net, plan)
-    calibration = None if recover is None else calibration_of(recover)
     structure = plan.structure
+    attachment = attachment_of(net) if is_marked(net) else None
+    calibration = None if recover is None else calibration_of(recover)
     before = kept_of(net, structure)
-    left = after(plan, before)
-    optimizers = optimizers_of(net, optimizer)
-    cuts = cuts_of(structure, before, left)
-    owners = owners_of(net, structure.names)
+    reduction = Reduction(net, structure, owners_of(net, structure.names), before, kept_after(plan, before))
     components = components_of(attachment, plan.ranks)
-    check_optimizers(
-        optimizers, [*_parameters(owners, cuts), *(p for u in components for p in u.parameters())]
-    )
-    teacher = None if calibration is None else fuse(net) if attachment is not None else copy.deepcopy(net)
-    recovered = None
+    optimizers = optimizers_of(net, optimizer)
+    check_optimizers(optimizers, [*_parameters(reduction), *(p for u in components for p in u.parameters())])
+    has_values = not any(tensor.is_meta for tensor in net.parameters())
     changes = Changes()
     cutter = Cutter(attachment, changes)
+    recovered = teacher = None
     try:
-        cutter.cut_ranks_(components)
-        wanted = _masked(net, structure, owners, before, left) if check and not _has_no_values(net) else None
-        apply_(net, structure, cutter, cuts, owners, before, left)
+        if calibration is not None:  # the network as it is, to recover what it computes
+            teacher = copy.deepcopy(net) if attachment is None else fuse(net)
+        cutter.cut_ranks_(components)  # before the masked run, which has the same ranks then
+        wanted = reference(reduction) if check and has_values else None
+        apply_(reduction, cutter)
         if wanted is not None:
-            _verify(net, structure, wanted, owners, before, left, changes)
+            verify(reduction, wanted, changes)
         if calibration is not None and teacher is not None:
-            kept, centred = (
-                _outputs_of(net, owners, cuts),
-                {s.writer for s in structure.sites if s.norm},
-            )
-            recovered = recover_(net, teacher, attachment, *calibration, kept, centred, changes)
-    except BaseException:
+            centred = {site.writer for site in structure.sites if site.norm}
+            outputs = _kept_outputs(reduction)
+            recovered = recover_(net, teacher, attachment, *calibration, outputs, centred, changes)
+    except BaseException:  # an interrupt too
         changes.undo_()
         raise
     cut_optimizers_(optimizers, cutter.sliced)
-    for each in optimizers:
-        for parameter in (
-            () if recovered is None else recovered.parameters
-        ):  # its momentum was that of other factors
-            each.state.pop(parameter, None)
+    for parameter in () if recovered is None else recovered.parameters:
+        for each in optimizers:
+            each.state.pop(parameter, None)  # its momentum was that of other factors
     if attachment is not None:
         attachment.pruned.keep_(changes)
         attachment.structure = attachment.structure or structure
@@ -128,66 +115,52 @@ def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool, recover: An
     return recovered
 
 
-def _outputs_of(
-    net: nn.Module, owners: Mapping[str, list[Owner]], cuts: Mapping[str, Indices]
-) -> dict[str, Any]:
+def _parameters(reduction: Reduction) -> list[Tensor]:
+    """What is cut: tensors, and the parameters of their updates."""
+    found: list[Tensor] = []
+    for owner in (owner for name in reduction.cuts for owner in reduction.owners[name]):
+        found.append(owner.tensor)
+        found += [p for update in updates(owner.module).values() for p in update.parameters()]
+    return found
+
+
+def _kept_outputs(reduction: Reduction) -> dict[str, Any]:
     """For each layer that has lost outputs, those that stayed."""
-    paths = {module: path for path, module in net.named_modules()}
+    paths = {module: path for path, module in reduction.net.named_modules()}
     return {
         paths[owner.module]: indices[0]
-        for name, indices in cuts.items()
-        for owner in owners[name]
+        for name, indices in reduction.cuts.items()
+        for owner in reduction.owners[name]
         if owner.key == "weight" and indices[0] is not None
     }
 
 
-def _checked(net: nn.Module, plan: Plan) -> Attachment | None:
-    if not isinstance(net, nn.Module):
-        raise PlanError(f"net is a {type(net).__name__}, expected a torch.nn.Module")
-    if not isinstance(plan, Plan):
-        raise PlanError(f"plan is a {type(plan).__name__}, expected a Plan of the units to keep")
-    return attachment_of(net) if is_marked(net) else None
-
-
-def apply_(
-    net: nn.Module,
-    structure: Structure,
-    cutter: Cutter,
-    cuts: Mapping[str, Indices],
-    owners: Mapping[str, list[Owner]],
-    before: Kept,
-    left: Kept,
-) -> None:
+def apply_(reduction: Reduction, cutter: Cutter) -> None:
     """Cut the tensors, then let attributes and gathers follow."""
-    for name, indices in cuts.items():
-        cutter.cut_(owners[name], indices)
-    attributes = _resize_(net, structure, cutter.changes, {n: (owners[n], i) for n, i in cuts.items()}, left)
+    net, structure, left = reduction.net, reduction.structure, reduction.left
+    for name, indices in reduction.cuts.items():
+        cutter.cut_(reduction.owners[name], indices)
+    attributes = _resize_(reduction, cutter.changes)
     for writer in structure.writers:
-        had, has = writer.name in before.writers, writer.name in left.writers
-        if had or has:
-            stream = left.streams[writer.stream]
-            own = left.writers[writer.name][stream] if has else None
+        has = writer.name in left.writers
+        if has or writer.name in reduction.before.writers:
+            own = left.writers[writer.name][left.streams[writer.stream]] if has else None
             set_spread_(cutter.changes, net.get_submodule(writer.module), own, writer.axis)
     cutter.changes.set_(net, "", MARK, left.to_dict(structure, attributes))
 
 
-def _resize_(
-    net: nn.Module,
-    structure: Structure,
-    changes: Changes,
-    cuts: Mapping[str, tuple[list[Owner], Any]],
-    left: Kept,
-) -> dict[str, dict[str, Any]]:
-    """Let attributes follow; what they were in the base."""
+def _resize_(reduction: Reduction, changes: Changes) -> dict[str, dict[str, Any]]:
+    """Let attributes follow; returns what they were in the base."""
+    net = reduction.net
     kept: dict[nn.Module, dict[str, Any]] = {}
-    for places, indices in cuts.values():
-        for owner in places:
+    for name, indices in reduction.cuts.items():
+        for owner in reduction.owners[name]:
             kept.setdefault(owner.module, {})[owner.key] = indices
     extents: dict[nn.Module, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-    for extent in structure.extents:
-        extents.setdefault(net.get_submodule(extent.module), []).append(
-            (extent.sizes, extent.left(left.streams))
-        )
+    for extent in reduction.structure.extents:
+        sizes = extent.sizes, extent.left(reduction.left.streams)
+        extents.setdefault(net.get_submodule(extent.module), []).append(sizes)
+    # entries reason from the base's sizes, so these are remembered from the first cut on
     noted = (net.__dict__.get(MARK) or {}).get("attributes", {})
     base: dict[str, dict[str, Any]] = {path: dict(values) for path, values in noted.items()}
     touched = {*kept, *extents}
@@ -207,79 +180,3 @@ def _is_around_attention(module: nn.Module, touched: set[nn.Module]) -> bool:
         return module.out_proj in touched
     encoders = nn.TransformerEncoderLayer, nn.TransformerEncoder
     return isinstance(module, encoders) and not touched.isdisjoint(module.modules())
-
-
-def _parameters(owners: Mapping[str, list[Owner]], names: Iterable[str]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for owner in (o for name in names for o in owners[name]):
-        found.append(owner.tensor)
-        found += [p for update in updates(owner.module).values() for p in update.parameters()]
-    return found
-
-
-def _whole(net: nn.Module) -> nn.Module:
-    """The unpruned network; an adapted one has it with it."""
-    if MARK not in net.__dict__:
-        return net
-    base = copy.deepcopy(net)
-    detach_(base)
-    return base
-
-
-def _has_no_values(net: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in net.parameters())
-
-
-def _masked(
-    net: nn.Module, structure: Structure, owners: Mapping[str, list[Owner]], before: Kept, left: Kept
-) -> list[Any]:
-    if structure.captured is None:
-        if structure.example is None or (MARK in net.__dict__ and not is_marked(net)):
-            raise PruneError(
-                "the structure was loaded without the network's graph, which can be captured before the first pruning "
-                "only, so nothing can be compared; pass check=False, or trace the whole network first"
-            )
-        capture_again_(_whole(net), structure)
-    with preserved(net):
-        try:
-            outputs = masked_outputs(structure, partial(fused_value, owners), before, left)
-        except Exception as error:  # whatever the graph's operations raise
-            raise PruneError(
-                f"the masked network does not run on the example ({error}), so nothing can be compared; trace with an "
-                "example of the right dtype and device"
-            ) from error
-    if not any(isinstance(x, Tensor) and torch.isfinite(x).any() for x in outputs):
-        raise PruneError(
-            "the masked network returns no finite number on the example, so nothing can be compared; trace with "
-            "another example, or load sound weights"
-        )
-    return outputs
-
-
-@torch.no_grad()
-def _verify(
-    net: nn.Module,
-    structure: Structure,
-    wanted: list[Any],
-    owners: Mapping[str, list[Owner]],
-    before: Kept,
-    left: Kept,
-    changes: Changes,
-) -> None:
-    """Compare with what the masked network returned; say where they part."""
-    assert structure.captured is not None
-    args, kwargs = arguments(copied(structure.captured.example))
-    failure: Exception | None = None
-    with preserved(net), in_eval_mode(net):
-        try:
-            found = tree_leaves(net(*args, **kwargs))
-            if is_close(found, wanted, tolerance(structure.captured)):
-                return
-        except Exception as error:  # whatever the network's own code raises
-            failure = error
-    where = first_difference(net, structure, partial(fused_value, owners), before, left, changes, failure)
-    raise PruneError(
-        f"the pruned network does not compute what the masked one does: {where}; nothing was changed. "
-        "If its code holds sizes of its own, say how they follow (spalier.resizes), or keep the part whole "
-        "(trace(..., freeze=...))"
-    ) from failure

@@ -1,20 +1,23 @@
 """Recovery in closed form: right after a prune, without labels and without gradient steps.
 
 (a) Batch norms take the statistics of what they now see. (b) Each adapter, layer by layer in order, becomes the
-low-rank update that best restores what its layer returned before, given what is left of its input: a least-squares
-problem, and of all updates of the adapter's rank the best one (reduced-rank regression). A layer that learns in full,
-the head, gets the least-squares solution itself.
+low-rank update that best restores what its layer returned before, given what is left of its input (`regression`). A
+layer that learns in full, the head, gets the least-squares solution itself.
 
-All calibration samples go through the network at once, in step with the unpruned one: when a layer is reached, its
-input is what the layers before, recovered already, make of them. One forward pass of each network does it.
+All calibration samples go through the network at once, in step with the unpruned one, which runs in a thread that waits
+at each layer (`Lockstep`). When a layer is reached, its input is what the layers before it, recovered already, make of
+the samples. So one forward pass of each network does it. Storing the unpruned network's outputs instead would take the
+memory of all activations; a pass for each layer would take as many passes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from queue import Empty, Queue
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -25,12 +28,12 @@ from spalier.adapters.attachment import Attachment, Changes
 from spalier.adapters.kinds import LowRank, Pointwise, Update
 from spalier.distributed import broadcast_
 from spalier.errors import RecoveryError
-from spalier.pruning.regression import Lockstep, Moments, features, set_best_
+from spalier.pruning.regression import Moments, features, set_best_
 from spalier.structure.capture import in_eval_mode
 from spalier.text import first_line, table
 
-Kept = Mapping[str, Any]
-"""For each adapted weight that was cut, the outputs that stayed."""
+KeptOutputs = Mapping[str, Any]
+"""For each layer that has lost outputs, those that stayed."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,9 @@ class Recovery:
     rows: int = 65536
 
     def __post_init__(self) -> None:
-        if not isinstance(self.ridge, int | float) or not self.ridge > 0:
+        if not self.ridge > 0:
             raise RecoveryError(f"ridge is {self.ridge!r}, expected a positive number such as 0.01")
-        if not isinstance(self.rows, int) or self.rows < 1:
+        if self.rows < 1:
             raise RecoveryError(f"rows is {self.rows!r}, expected an integer of at least 1")
         if not (self.norms or self.adapters or self.head):
             raise RecoveryError(
@@ -87,10 +90,19 @@ class Recovered:
         return "\n\n".join(parts)
 
 
+# calibration samples
+
+
 def calibration_of(given: Any) -> tuple[Recovery, Any]:
-    """The options, and all calibration inputs as one batch."""
+    """The options, and all calibration inputs as one batch: positional and keyword arguments."""
     recovery = given if isinstance(given, Recovery) else Recovery(given)
-    inputs = [_inputs(number, each) for number, each in enumerate(_iterated(recovery.batches))]
+    batches = recovery.batches
+    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
+        raise RecoveryError(
+            f"recover is a {type(batches).__name__}, expected an iterable of batches, such as a DataLoader or a list "
+            "of one batch, or a Recovery"
+        )
+    inputs = [_inputs(number, batch) for number, batch in enumerate(batches)]
     if not inputs:
         raise RecoveryError("recovery needs calibration batches, and there are none; expected at least one")
     order = list(inputs[0][1])  # by name, whatever order a batch has them in
@@ -111,6 +123,21 @@ def calibration_of(given: Any) -> tuple[Recovery, Any]:
     return recovery, tree_unflatten(joined, flat[0][1])
 
 
+def _inputs(number: int, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs of a batch as positional and keyword arguments; targets are left out."""
+    if isinstance(batch, tuple | list) and batch:
+        batch = batch[0]
+        if isinstance(batch, tuple | list):
+            return tuple(batch), {}
+    if isinstance(batch, Mapping):
+        return (), {key: value for key, value in batch.items() if key != "labels"}
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    raise RecoveryError(
+        f"calibration batch {number} is a {type(batch).__name__}, expected (inputs, targets), a dict or a tensor"
+    )
+
+
 def _samples(leaves: Sequence[Any]) -> int:
     """How many samples a batch has: the length of its first tensor."""
     return next((len(t) for t in leaves if isinstance(t, Tensor) and t.dim()), 0)
@@ -128,27 +155,7 @@ def _joined(each: Sequence[Any], sizes: list[int]) -> Any:
     raise ValueError("an input that does not count samples differs from batch to batch")
 
 
-def _iterated(batches: Any) -> Iterable[Any]:
-    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
-        raise RecoveryError(
-            f"recover is a {type(batches).__name__}, expected an iterable of batches, such as a DataLoader or a list "
-            "of one batch, or a Recovery"
-        )
-    return batches
-
-
-def _inputs(number: int, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, tuple | list) and batch:
-        batch = batch[0]
-        if isinstance(batch, tuple | list):
-            return tuple(batch), {}
-    if isinstance(batch, Mapping):
-        return (), {key: value for key, value in batch.items() if key != "labels"}
-    if isinstance(batch, Tensor):
-        return (batch,), {}
-    raise RecoveryError(
-        f"calibration batch {number} is a {type(batch).__name__}, expected (inputs, targets), a dict or a tensor"
-    )
+# recovering
 
 
 @torch.no_grad()
@@ -158,11 +165,15 @@ def recover_(
     attachment: Attachment | None,
     recovery: Recovery,
     inputs: Any,
-    outputs: Kept,
+    outputs: KeptOutputs,
     centred: set[str],
     changes: Changes,
 ) -> Recovered:
-    """Recover a network that was just cut; ``teacher`` is what it was before, ``outputs`` what stayed of its layers."""
+    """Recover a network that was just cut.
+
+    ``teacher`` is what it was before, ``outputs`` what stayed of its layers, and ``centred`` the layers that are
+    followed by a batch norm, which takes their means away.
+    """
     device = next((p.device for p in net.parameters()), torch.device("cpu"))
     args, kwargs = tree_map_only(Tensor, lambda t: t.to(device), inputs)
     samples = _samples([*args, *kwargs.values()])
@@ -170,24 +181,19 @@ def recover_(
         stack.enter_context(in_eval_mode(net))
         stack.enter_context(in_eval_mode(teacher))
         norms = _recalibrating(net, changes) if recovery.norms else []
-        work = _Work(net, attachment, recovery, outputs, centred if recovery.norms else set(), changes)
+        solver = _Solver(net, attachment, recovery, outputs, centred if recovery.norms else set(), changes)
         if (recovery.adapters or recovery.head) and attachment is not None:
-            work.choose(args, kwargs)
-            stack.enter_context(work.in_step_with(teacher, args, kwargs))
-        with _in_train_mode(norms):
-            try:
-                net(*args, **kwargs)
-            except (RuntimeError, ValueError) as error:
-                raise RecoveryError(
-                    f"the network does not run on the calibration batches: {first_line(error)}"
-                ) from error
+            solver.choose(args, kwargs)
+            stack.enter_context(solver.in_step_with(teacher, args, kwargs))
+        stack.enter_context(_taking_statistics(norms))
+        _run(net, args, kwargs)
     _check_finite(net)
-    broadcast_([*work.set, *_buffers(norms)])
-    return Recovered(samples, len(norms), work.layers, work.skipped, tuple(work.set))
+    broadcast_([*solver.parameters, *_buffers(norms)])
+    return Recovered(samples, len(norms), solver.layers, solver.skipped, tuple(solver.parameters))
 
 
 @dataclass(frozen=True)
-class _Task:
+class _Target:
     """A layer to set: by its update, or in full where it has none."""
 
     layer: Any
@@ -207,23 +213,23 @@ class _Task:
 
 
 @dataclass
-class _Work:
+class _Solver:
     """The layers to set, and what has come of it."""
 
     net: nn.Module
     attachment: Attachment | None
     recovery: Recovery
-    outputs: Kept
+    outputs: KeptOutputs
     centred: set[str]
     changes: Changes
-    chosen: dict[str, _Task] = field(default_factory=dict)
+    chosen: dict[str, _Target] = field(default_factory=dict)
     layers: dict[str, tuple[float, float]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
 
     @property
-    def set(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[nn.Parameter]:
         """The parameters that were set."""
-        return [p for task in self.chosen.values() for p in task.learned]
+        return [p for target in self.chosen.values() for p in target.learned]
 
     def choose(self, args: Any, kwargs: Any) -> None:
         """The layers that can be solved: plain ones, called once."""
@@ -231,24 +237,23 @@ class _Work:
         few = tree_map_only(Tensor, lambda t: t[:2] if t.dim() and len(t) == total else t, (args, kwargs))
         calls = _calls(self.net, *few)
         learning = self._learning()
-        owners = Counter(task.key for task in learning.values())
-        for name, task in learning.items():
-            if not (self.recovery.head if task.update is None else self.recovery.adapters):
-                continue
-            reason = "it shares its weight" if owners[task.key] > 1 else _refusal(task, calls[task.layer])
-            if reason:
-                self.skipped[name] = reason
-            else:
-                self.chosen[name] = task
+        sharing = Counter(target.key for target in learning.values())
+        for name, target in learning.items():
+            if self.recovery.head if target.update is None else self.recovery.adapters:
+                reason = _refusal(target, sharing[target.key], calls[target.layer])
+                if reason:
+                    self.skipped[name] = reason
+                else:
+                    self.chosen[name] = target
 
-    def _learning(self) -> dict[str, _Task]:
+    def _learning(self) -> dict[str, _Target]:
         assert self.attachment is not None
-        found = {entry.name: _Task(entry.layer, entry.update) for entry in self.attachment.updated}
+        found = {entry.name: _Target(entry.layer, entry.update) for entry in self.attachment.updated}
         copies = {id(entry.copy) for entry in self.attachment.replaced}
         for name, module in self.net.named_modules():
             weight = module._parameters.get("weight")
             if weight is not None and weight.dim() > 1 and weight.requires_grad and id(weight) in copies:
-                found[name] = _Task(module, None)
+                found[name] = _Target(module, None)
         return found
 
     @contextmanager
@@ -256,21 +261,21 @@ class _Work:
         """Set each layer when it is about to run."""
         with Lockstep(teacher, list(self.chosen), args, kwargs) as before:
             handles = []
-            for name, task in self.chosen.items():
+            for name, target in self.chosen.items():
 
-                def hook(layer: Any, given: Any, named: Any, name: str = name, task: _Task = task) -> None:
+                def hook(layer: Any, given: Any, named: Any, name: str = name) -> None:
                     x = given[0] if given else next(iter(named.values()))
-                    self._set_(name, task, x, before.output(name))
+                    self._set_(name, self.chosen[name], x, before.output(name))
 
-                handles.append(task.layer.register_forward_pre_hook(hook, with_kwargs=True))
+                handles.append(target.layer.register_forward_pre_hook(hook, with_kwargs=True))
             try:
                 yield
             finally:
                 for handle in handles:
                     handle.remove()
 
-    def _set_(self, name: str, task: _Task, x: Tensor, wanted: Tensor) -> None:
-        layer, update = task.layer, task.update
+    def _set_(self, name: str, target: _Target, x: Tensor, wanted: Tensor) -> None:
+        layer, update = target.layer, target.update
         axis = -1 if isinstance(layer, nn.Linear) else 1 - layer.weight.dim()
         kept = self.outputs.get(name)
         if kept is not None:
@@ -304,10 +309,13 @@ def _power(values: Tensor, axis: int, *, centred: bool) -> float:
     return float((total - mean**2 if centred else total).sum())
 
 
-def _refusal(task: _Task, calls: int) -> str:
-    layer, update = task.layer, task.update
+def _refusal(target: _Target, sharing: int, calls: int) -> str:
+    """Why a layer cannot be solved; empty if it can."""
+    layer, update = target.layer, target.update
     plain = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     own = next((kind for kind in plain if isinstance(layer, kind)), None)
+    if sharing > 1:
+        return "it shares its weight"
     if own is None or type(layer).forward is not own.forward:
         return f"no regression for a {type(layer).__name__}"
     if getattr(layer, "groups", 1) > 1:
@@ -326,15 +334,90 @@ def _calls(net: nn.Module, args: Any, kwargs: Any) -> Counter[nn.Module]:
     counted: Counter[nn.Module] = Counter()
     handles = [m.register_forward_pre_hook(lambda module, _: counted.update([module])) for m in net.modules()]
     try:
-        net(*args, **kwargs)
-    except Exception as error:  # whatever the network's own code raises
-        raise RecoveryError(
-            f"the network does not run on the calibration batches: {first_line(error)}"
-        ) from error
+        _run(net, args, kwargs)
     finally:
         for handle in handles:
             handle.remove()
     return counted
+
+
+def _run(net: nn.Module, args: Any, kwargs: Any) -> None:
+    try:
+        net(*args, **kwargs)
+    except RecoveryError:  # of a hook
+        raise
+    except Exception as error:  # whatever the network's own code raises
+        raise RecoveryError(
+            f"the network does not run on the calibration batches: {first_line(error)}"
+        ) from error
+
+
+class Lockstep:
+    """Runs a network in a thread of its own that hands over what its layers return, one at a time.
+
+    The thread waits with each output until the one before it has been asked for, so at most two are held.
+    """
+
+    def __init__(self, net: nn.Module, layers: list[str], args: Any, kwargs: Any) -> None:
+        self._net, self._layers, self._args, self._kwargs = net, layers, args, kwargs
+        self._handed: Queue[tuple[str, Any]] = Queue(maxsize=1)
+        self._stopped = Event()
+        self._thread = Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Lockstep:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        with suppress(Empty):
+            self._handed.get_nowait()  # frees the thread if it waits; the next output finds that nobody wants it
+        self._thread.join()
+
+    def output(self, layer: str) -> Tensor:
+        """What a layer returned; the layers have to be asked for in the order in which they run."""
+        name, value = self._handed.get()
+        if isinstance(value, BaseException):
+            raise RecoveryError(
+                f"the unpruned network does not run on the calibration batches: {value}"
+            ) from value
+        if not name:
+            raise RecoveryError(f"{layer} does not run in the unpruned network")
+        if name != layer:
+            raise RecoveryError(
+                f"the layers run in another order than before the prune: {layer} instead of {name}"
+            )
+        assert isinstance(value, Tensor)
+        return value
+
+    def _run(self) -> None:
+        handles = []
+        for name in self._layers:
+
+            def hook(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+                self._hand(name, output)
+
+            layer = self._net.get_submodule(name)  # what it returns itself, before a gather spreads it
+            handles.append(layer.register_forward_hook(hook, prepend=True))
+        with suppress(_Stopped):
+            try:
+                with torch.no_grad():
+                    self._net(*self._args, **self._kwargs)
+                self._hand("", None)
+            except Exception as error:  # for whoever waits
+                self._hand("", error)
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    def _hand(self, name: str, value: Any) -> None:
+        if self._stopped.is_set():
+            raise _Stopped
+        self._handed.put((name, value))
+
+
+class _Stopped(BaseException):
+    """Nobody waits any more; no error, so that no forward can catch it."""
 
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -353,14 +436,13 @@ def _buffers(norms: list[_BatchNorm]) -> list[Tensor]:
 
 
 @contextmanager
-def _in_train_mode(norms: list[_BatchNorm]) -> Iterator[None]:
+def _taking_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
     """Let norms take the statistics of the next batch, and no others."""
     before = [(norm.training, norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.training, norm.momentum = True, 1.0
-        norm.num_batches_tracked = (
-            None if norm.num_batches_tracked is None else norm.num_batches_tracked.clone()
-        )
+        if norm.num_batches_tracked is not None:
+            norm.num_batches_tracked = norm.num_batches_tracked.clone()
     try:
         yield
     finally:

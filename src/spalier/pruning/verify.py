@@ -1,15 +1,20 @@
-"""The masked network: the base's graph with zeros for all that is gone. What a pruned network has to equal.
+"""Prove that a pruned network computes what the masked network computes.
 
-Where statistics run over pruned channels (layer norm, group norm, standardised weights) a zero would still count, so
-there the mask means removal: the mean is taken over what is left.
+The masked network is the base's graph, run on the current values with adapters fused, and with zeros for all that is to
+go. Parameters are made as they are needed and dropped again, so there is never a second base in memory.
 
-Compare a pruned network with the masked one, and find the first module that differs.
+Where statistics run over pruned channels (layer norm, group norm, standardised weights) a zero would still count. There
+the mask means removal: the mean is taken over what is left.
+
+If the two differ, `verify` finds the first module that does, and names it.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,60 +24,209 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from spalier.adapters.attachment import Changes
-from spalier.pruning.plan import Kept
+from spalier.adapters.attach import detach_
+from spalier.adapters.attachment import Changes, is_marked
+from spalier.errors import PruneError
+from spalier.pruning.cuts import Reduction
+from spalier.pruning.plan import MARK
 from spalier.structure.capture import arguments, copied, in_eval_mode, module_of, operation, preserved
 from spalier.structure.labels import Mask
 from spalier.structure.streams import kept_indices
-from spalier.structure.structure import Captured, Structure
+from spalier.structure.structure import Captured, Structure, capture_again_
 from spalier.structure.walk import Statistic, Value
 from spalier.text import first_line
 
-Read = Callable[[str], Tensor]
-"""The current value of a parameter or buffer, its adapter fused."""
+
+def reference(reduction: Reduction) -> list[Any]:
+    """What the masked network returns for the example, as a flat list; an error where there is nothing to compare."""
+    _ensure_captured_(reduction.net, reduction.structure)
+    with preserved(reduction.net):
+        try:
+            outputs = _masked_outputs(reduction)
+        except Exception as error:  # whatever the graph's operations raise
+            raise PruneError(
+                f"the masked network does not run on the example ({error}), so nothing can be compared; trace with an "
+                "example of the right dtype and device"
+            ) from error
+    if not any(isinstance(x, Tensor) and torch.isfinite(x).any() for x in outputs):
+        raise PruneError(
+            "the masked network returns no finite number on the example, so nothing can be compared; trace with "
+            "another example, or load sound weights"
+        )
+    return outputs
+
+
+def _ensure_captured_(net: nn.Module, structure: Structure) -> None:
+    """Capture the graph of the unpruned network, which an adapted one has in it, where the structure was loaded."""
+    if structure.captured is not None:
+        return
+    is_pruned = MARK in net.__dict__
+    if structure.example is None or (is_pruned and not is_marked(net)):
+        raise PruneError(
+            "the structure was loaded without the network's graph, which can be captured before the first pruning "
+            "only, so nothing can be compared; pass check=False, or trace the whole network first"
+        )
+    if is_pruned:
+        net = copy.deepcopy(net)
+        detach_(net)
+    capture_again_(net, structure)
 
 
 @torch.no_grad()
-def masked_outputs(structure: Structure, read: Read, before: Kept, after: Kept) -> list[Any]:
-    """What the masked network returns for the example, as a flat list.
+def verify(reduction: Reduction, wanted: Sequence[Any], changes: Changes) -> None:
+    """Compare a pruned network with what the masked one returned; where they differ, say where."""
+    net, captured = reduction.net, reduction.structure.captured
+    assert captured is not None
+    args, kwargs = arguments(copied(captured.example))
+    failure: Exception | None = None
+    with preserved(net), in_eval_mode(net):
+        try:
+            found = tree_leaves(net(*args, **kwargs))
+            if is_close(found, wanted, tolerance(captured)):
+                return
+        except Exception as error:  # whatever the network's own code raises
+            failure = error
+    where = _first_difference(reduction, changes, failure)
+    raise PruneError(
+        f"the pruned network does not compute what the masked one does: {where}; nothing was changed. "
+        "If its code holds sizes of its own, say how they follow (spalier.resizes), or keep the part whole "
+        "(trace(..., freeze=...))"
+    ) from failure
 
-    A weight that is divided by its own norm has no zero rows: where zeros lead to NaN, what writes a channel stays as
-    it is, and what reads it is masked alone.
-    """
+
+# comparing
+
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.complex64: 1e-4, torch.complex128: 1e-8}
+"""Largest difference, relative to the largest entry; half precision gets 2e-2."""
+
+
+def tolerance(captured: Captured) -> float:
+    """How far two ways of computing the same may differ, by the coarsest numbers on the way (a norm may cast)."""
+    made = (node.meta.get("val") for node in captured.program.graph.nodes)
+    kinds = {t.dtype for t in made if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())}
+    return max((_TOLERANCE.get(kind, 2e-2) for kind in kinds), default=0.0)
+
+
+def is_close(found: Sequence[Any], wanted: Sequence[Any], tolerance: float) -> bool:
+    """True where two networks have returned the same, to rounding."""
+    ours, theirs = ([x for x in each if isinstance(x, Tensor)] for each in (found, wanted))
+    pairs = zip(ours, theirs, strict=False)
+    return len(ours) == len(theirs) and all(_is_close(a, b, tolerance) for a, b in pairs)
+
+
+def _is_close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
+    if found.shape != wanted.shape:
+        return False
+    if not (wanted.is_floating_point() or wanted.is_complex()):
+        return torch.equal(found, wanted)
+    finite = wanted[torch.isfinite(wanted)].abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
+    # the same infinities and NaNs in the same places are equal: masks of attention are full of them
+    return torch.allclose(found.to(wanted), wanted, rtol=0, atol=tolerance * largest, equal_nan=True)
+
+
+def _first_difference(reduction: Reduction, changes: Changes, failure: Exception | None) -> str:
+    """Where the pruned network and the masked one part; takes the changes back on the way."""
+    net, captured = reduction.net, reduction.structure.captured
+    assert captured is not None
+    outputs, running = _leaf_outputs(net, captured.example)
+    kinds = {path: type(module).__name__ for path, module in net.named_modules()}
+    if failure is not None:
+        place = running[-1] if running else ""
+        return f"{place or 'the network itself'} ({kinds[place]}) fails with {first_line(failure)!r}"
+    changes.undo_()  # the masked network runs on the values from before
+    last = {module_of(n): n for n in captured.program.graph.nodes if n.op == "call_function"}
+    ends = {node: place for place, node in last.items() if place in outputs}
+    masked = _MaskedRun(reduction, captured, watched=set(ends))
+    masked.outputs()
+    for node, value in masked.seen.items():
+        place = ends[node]
+        if not _is_close(outputs[place], _left_of(captured, node, value, reduction), tolerance(captured)):
+            return f"{place} ({kinds[place]}) is the first to differ"
+    return "its output differs, though no module of it does"
+
+
+def _leaf_outputs(net: nn.Module, example: Any) -> tuple[dict[str, Tensor], list[str]]:
+    """What each innermost module returned in its first call; and the modules that were running at an error."""
+    outputs: dict[str, Tensor] = {}
+    running: list[str] = []
+
+    def keep(path: str, module: nn.Module, args: Any, output: Any) -> None:
+        has_parts = any(m is not module and list(m.parameters()) for m in module.modules())
+        if isinstance(output, Tensor) and not has_parts:
+            outputs.setdefault(path, output.detach().clone())
+
+    handles = follow_calls(net, running)
+    handles += [module.register_forward_hook(partial(keep, path)) for path, module in net.named_modules()]
+    args, kwargs = arguments(copied(example))
+    try:
+        with preserved(net), in_eval_mode(net), torch.no_grad():
+            net(*args, **kwargs)
+    except Exception:  # the caller has caught it before, and asks where
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    return outputs, running
+
+
+def follow_calls(net: nn.Module, running: list[str]) -> list[Any]:
+    """Hooks that keep the paths of the modules that are running, the innermost last; at an error they stay there."""
+
+    def enter(path: str, *_: Any) -> None:
+        running.append(path)
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    handles: list[Any] = []
+    for path, module in net.named_modules():
+        handles.append(module.register_forward_pre_hook(partial(enter, path)))
+        handles.append(module.register_forward_hook(leave))
+    return handles
+
+
+def _left_of(captured: Captured, node: Node, value: Tensor, reduction: Reduction) -> Tensor:
+    """What is left of a tensor of the masked network."""
+    carried = captured.walk.values.get(node)
+    for axis, fields in carried.fields.items() if isinstance(carried, Value) else ():
+        mask = kept_indices(captured.assembly.units_on(fields), value.shape[axis], reduction.left.streams)
+        value = value.index_select(axis, _places(mask, value))
+    return value
+
+
+def _places(mask: Mask, like: Tensor) -> Tensor:
+    return torch.from_numpy(np.flatnonzero(mask)).to(like.device)
+
+
+# the masked network
+
+
+@torch.no_grad()
+def _masked_outputs(reduction: Reduction) -> list[Any]:
+    structure = reduction.structure
     assert structure.captured is not None
-    run = _Run(structure, structure.captured, read, before, after)
+    run = _MaskedRun(reduction, structure.captured)
     outputs = run.outputs()
     if any(isinstance(x, Tensor) and not torch.isfinite(x).all() for x in outputs):
+        # a weight that is divided by its own norm has no zero rows: there what writes a channel stays as it is, and
+        # only what reads it is masked
         run.only = {(m.tensor, m.axis) for s in structure.streams for m in s.members if m.role == "reader"}
         outputs = run.outputs()
     return outputs
 
 
-@torch.no_grad()
-def masked_run(
-    structure: Structure, read: Read, before: Kept, after: Kept, nodes: set[Node]
-) -> dict[Node, Any]:
-    """What these nodes of the masked network compute for the example, in order."""
-    assert structure.captured is not None
-    run = _Run(structure, structure.captured, read, before, after)
-    run.watched = nodes
-    run.outputs()
-    return run.seen
+class _MaskedRun:
+    """Runs the base's graph with zeros for what is gone."""
 
-
-class _Run:
-    """One run of the base's graph; parameters are made as they are needed and dropped again."""
-
-    def __init__(
-        self, structure: Structure, captured: Captured, read: Read, before: Kept, after: Kept
-    ) -> None:
-        self.structure, self.captured, self.read = structure, captured, read
-        self.before, self.after = before, after
+    def __init__(self, reduction: Reduction, captured: Captured, watched: set[Node] | None = None) -> None:
+        self.reduction, self.captured = reduction, captured
         signature = captured.program.graph_signature
         self.owners = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         self.statistics = {statistic.node: statistic for statistic in captured.walk.statistics}
+        self.watched = watched or set()
         self.seen: dict[Node, Any] = {}
-        self.watched: set[Node] = set()
+        """What the nodes that are watched have computed, in order."""
         self.only: set[tuple[str, int]] | None = None
         """The axes that are masked; None for all."""
 
@@ -112,7 +266,7 @@ class _Run:
         if inner is not None:
             return self._call_inner(node, inner, args)
         if node in self.statistics:
-            return _statistic(node, args, self._masks(self.statistics[node], args[0]))
+            return _statistic(node, args, self._presence(self.statistics[node], args[0]))
         function: Any = node.target
         return function(*args, **kwargs)
 
@@ -132,38 +286,36 @@ class _Run:
 
     def _masked(self, name: str) -> Tensor:
         """A tensor of the base's shape with zeros for what is gone."""
-        first = self.structure.names[name]
-        value = self.read(first)
-        was, left = (kept.of(self.structure, first) for kept in (self.before, self.after))
+        structure = self.reduction.structure
+        first = structure.names[name]
+        value = self.reduction.value(first)
+        was, left = (kept.of(structure, first) for kept in (self.reduction.before, self.reduction.left))
         if all(mask.all() for mask in left):
             return value
-        full = self._spread_out(value, was)
+        full = self._base_shaped(value, was)
         for axis, mask in enumerate(left):
-            if mask.all() or (self.only is not None and (first, axis) not in self.only):
-                continue
-            full.index_fill_(axis, torch.from_numpy(np.flatnonzero(~mask)).to(full.device), 0)
+            if not mask.all() and (self.only is None or (first, axis) in self.only):
+                full.index_fill_(axis, _places(~mask, full), 0)
         return full
 
-    def _spread_out(self, value: Tensor, was: list[Mask]) -> Tensor:
-        """A tensor of the base's shape, a copy, with what was pruned before at its place."""
+    def _base_shaped(self, value: Tensor, was: list[Mask]) -> Tensor:
+        """A copy of the base's shape, with what is left at its place."""
         if all(mask.all() for mask in was):
             return value.clone()
         for axis, mask in enumerate(was):
             if not mask.all():
                 shape = (*value.shape[:axis], len(mask), *value.shape[axis + 1 :])
                 wide = value.new_zeros(shape) if self.only is None else _anything(value, shape)
-                value = wide.index_copy_(axis, torch.from_numpy(np.flatnonzero(mask)).to(value.device), value)
+                value = wide.index_copy_(axis, _places(mask, value), value)
         return value
 
-    def _masks(self, statistic: Statistic, value: Tensor) -> Tensor:
+    def _presence(self, statistic: Statistic, value: Tensor) -> Tensor:
         """One where an entry is left, broadcast against the tensor that statistics are taken of."""
-        shape = [1] * value.dim()
-        left = torch.ones(shape, dtype=value.dtype, device=value.device)
+        left = torch.ones([1] * value.dim(), dtype=value.dtype, device=value.device)
         for axis, fields in statistic.fields.items():
             units = self.captured.assembly.units_on(fields)
-            mask = torch.from_numpy(kept_indices(units, value.shape[axis], self.after.streams))
-            dims = [len(mask) if a == axis else 1 for a in range(value.dim())]
-            left = left * mask.to(left).view(dims)
+            mask = torch.from_numpy(kept_indices(units, value.shape[axis], self.reduction.left.streams))
+            left = left * mask.to(left).view([-1 if a == axis else 1 for a in range(value.dim())])
         return left
 
 
@@ -181,33 +333,26 @@ def _statistic(node: Node, args: Any, left: Tensor) -> Tensor:
         keepdim = bool(args[2]) if len(args) > 2 else bool(node.kwargs.get("keepdim", False))
         return _mean(x, left, args[1], keepdim)
     if name in ("layer_norm", "rms_norm"):
+        is_centred = name == "layer_norm"
+        default = 1e-5 if is_centred else torch.finfo(x.dtype).eps
         axes = list(range(x.dim() - len(args[1]), x.dim()))
-        return _affine(
-            _normed(x, left, axes, _epsilon(node, args, name), centred=name == "layer_norm"), args[2:4]
-        )
+        epsilon = _epsilon(node, args, 4 if is_centred else 3, default)
+        return _affine(_normed(x, left, axes, epsilon, is_centred=is_centred), args[2:4])
     channels = [1, -1] + [1] * (x.dim() - 2)
-    affine = [a.view(channels) if isinstance(a, Tensor) else None for a in args[2:4]]
+    first = 2 if name == "group_norm" else 1
+    affine = [a.view(channels) if isinstance(a, Tensor) else None for a in args[first : first + 2]]
     if name == "group_norm":
         shape = (len(x), args[1], -1)
-        normed = _normed(
-            x.reshape(shape),
-            left.expand_as(x).reshape(shape),
-            [2],
-            args[4] if len(args) > 4 else 1e-5,
-            centred=True,
-        )
+        grouped, left = x.reshape(shape), left.expand_as(x).reshape(shape)
+        normed = _normed(grouped, left, [2], _epsilon(node, args, 4, 1e-5), is_centred=True)
         return _affine(normed.view_as(x), affine)
     others = [axis for axis in range(x.dim()) if axis != 1]  # batch norm of a weight
-    affine = [a.view(channels) if isinstance(a, Tensor) else None for a in args[1:3]]
-    return _affine(_normed(x, left, others, args[7], centred=True), affine)
+    return _affine(_normed(x, left, others, args[7], is_centred=True), affine)
 
 
-def _epsilon(node: Node, args: Any, name: str) -> float:
-    place = 4 if name == "layer_norm" else 3
+def _epsilon(node: Node, args: Any, place: int, default: float) -> float:
     found: Any = args[place] if len(args) > place else node.kwargs.get("eps")
-    if found is not None:
-        return float(found)
-    return 1e-5 if name == "layer_norm" else torch.finfo(args[0].dtype).eps
+    return default if found is None else float(found)
 
 
 def _mean(x: Tensor, left: Tensor, axes: Any, keepdim: bool) -> Tensor:
@@ -215,133 +360,13 @@ def _mean(x: Tensor, left: Tensor, axes: Any, keepdim: bool) -> Tensor:
     return total / left.expand_as(x).sum(axes, keepdim=keepdim).clamp(min=1)
 
 
-def _normed(x: Tensor, left: Tensor, axes: list[int], epsilon: float, *, centred: bool) -> Tensor:
-    if centred:
+def _normed(x: Tensor, left: Tensor, axes: list[int], epsilon: float, *, is_centred: bool) -> Tensor:
+    if is_centred:
         x = x - _mean(x, left, axes, True)
     return x * torch.rsqrt(_mean(x * x, left, axes, True) + epsilon)
 
 
-def _affine(x: Tensor, parameters: Any) -> Tensor:
+def _affine(x: Tensor, parameters: Sequence[Any]) -> Tensor:
     weight, bias = (*parameters, None, None)[:2]
     x = x * weight if isinstance(weight, Tensor) else x
     return x + bias if isinstance(bias, Tensor) else x
-
-
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.complex64: 1e-4, torch.complex128: 1e-8}
-"""Largest difference, relative to the largest entry; half precision gets 2e-2."""
-
-
-def tolerance(captured: Captured) -> float:
-    """How far two ways of computing the same may differ, by the coarsest numbers on the way (a norm may cast)."""
-    made = (node.meta.get("val") for node in captured.program.graph.nodes)
-    kinds = {t.dtype for t in made if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())}
-    return max((_TOLERANCE.get(kind, 2e-2) for kind in kinds), default=0.0)
-
-
-def is_close(found: Sequence[Any], wanted: Sequence[Any], tolerance: float) -> bool:
-    """True where two networks have returned the same, to rounding."""
-    ours, theirs = ([x for x in each if isinstance(x, Tensor)] for each in (found, wanted))
-    return len(ours) == len(theirs) and all(
-        _is_close(a, b, tolerance) for a, b in zip(ours, theirs, strict=True)
-    )
-
-
-def _is_close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
-    if found.shape != wanted.shape:
-        return False
-    if not (wanted.is_floating_point() or wanted.is_complex()):
-        return torch.equal(found, wanted)
-    if not wanted.numel():
-        return True
-    finite = torch.isfinite(wanted)
-    if not torch.equal(found[~finite].nan_to_num(), wanted[~finite].nan_to_num()) or not finite.any():
-        return bool((~finite).all()) and torch.equal(torch.isnan(found), torch.isnan(wanted))
-    scale = wanted[finite].abs().max().clamp(min=torch.finfo(wanted.dtype).tiny)
-    difference = (found[finite] - wanted[finite]).abs().max()
-    return bool(difference <= tolerance * scale)
-
-
-def first_difference(
-    net: nn.Module,
-    structure: Structure,
-    read: Read,
-    before: Kept,
-    left: Kept,
-    changes: Changes,
-    failure: Exception | None,
-) -> str:
-    """Where the pruned network parts from the masked one; takes the changes back on the way."""
-    assert structure.captured is not None
-    outputs, running = _leaf_outputs(net, structure.captured.example)
-    kinds = {path: type(module).__name__ for path, module in net.named_modules()}
-    if failure is not None:
-        place = running or ""
-        return f"{place or 'the network itself'} ({kinds[place]}) fails with {first_line(failure)!r}"
-    changes.undo_()
-    ends = _ends(structure.captured, outputs)
-    masked = masked_run(structure, read, before, left, set(ends))
-    limit = tolerance(structure.captured)
-    for node, value in masked.items():
-        place = ends[node]
-        if not _is_close(outputs[place], _left_of(structure.captured, node, value, left), limit):
-            return f"{place} ({kinds[place]}) is the first to differ"
-    return "its output differs, though no module of it does"
-
-
-def _leaf_outputs(net: nn.Module, example: Any) -> tuple[dict[str, Tensor], str | None]:
-    """What each module without children returned in its first call; and the module that was running at an error."""
-    outputs: dict[str, Tensor] = {}
-    running: list[str] = []
-    handles = []
-    for path, module in net.named_modules():
-        handles.append(module.register_forward_pre_hook(_enter(running, path)))
-        handles.append(module.register_forward_hook(_leave(running, path, outputs)))
-    args, kwargs = arguments(copied(example))
-    try:
-        with preserved(net), in_eval_mode(net), torch.no_grad():
-            net(*args, **kwargs)
-    except Exception:  # the caller has caught it before, and asks where
-        return outputs, running[-1] if running else ""
-    finally:
-        for handle in handles:
-            handle.remove()
-    return outputs, None
-
-
-def _enter(running: list[str], path: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any) -> None:
-        running.append(path)
-
-    return hook
-
-
-def _leave(running: list[str], path: str, outputs: dict[str, Tensor]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        running.pop()
-        if isinstance(output, Tensor) and not any(
-            m is not module and list(m.parameters()) for m in module.modules()
-        ):
-            outputs.setdefault(path, output.detach().clone())
-
-    return hook
-
-
-def _ends(captured: Captured, outputs: Mapping[str, Tensor]) -> dict[Node, str]:
-    """The node that each of these modules returns, in the graph's order."""
-    last: dict[str, Node] = {}
-    for node in captured.program.graph.nodes:
-        if node.op == "call_function":
-            last[module_of(node)] = node
-    order = {node: number for number, node in enumerate(captured.program.graph.nodes)}
-    chosen = {node: place for place, node in last.items() if place in outputs}
-    return dict(sorted(chosen.items(), key=lambda item: order[item[0]]))
-
-
-def _left_of(captured: Captured, node: Node, value: Tensor, left: Kept) -> Tensor:
-    carried = captured.walk.values.get(node)
-    if not isinstance(carried, Value):
-        return value
-    for axis, fields in carried.fields.items():
-        mask = kept_indices(captured.assembly.units_on(fields), value.shape[axis], left.streams)
-        value = value.index_select(axis, torch.from_numpy(np.flatnonzero(mask)).to(value.device))
-    return value

@@ -118,6 +118,11 @@ class Structure:
         return {stream.name: number for number, stream in enumerate(self.streams)}
 
     @cached_property
+    def free_writers(self) -> dict[str, int]:
+        """The number of the stream that each free writer writes into, by the writer's name."""
+        return {writer.name: writer.stream for writer in self.writers}
+
+    @cached_property
     def axes(self) -> dict[tuple[str, int], AxisUnits]:
         """The units on each axis of each tensor."""
         found: dict[tuple[str, int], list[tuple[int, Ints]]] = {}

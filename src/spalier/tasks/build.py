@@ -17,8 +17,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spalier.adapters.geometry import Geometry
 from spalier.adapters.kinds import add_, low_rank, pointwise
 from spalier.errors import TaskFileError
-from spalier.pruning.attributes import attention_with, resized_by_shape, resized_by_tensors
-from spalier.pruning.modules import NAME, Spread, fold_into_, spread_output
+from spalier.pruning.modules import (
+    NAME,
+    Spread,
+    attention_with,
+    fold_into_,
+    resized_by_shape,
+    resized_by_tensors,
+    spread_output,
+)
 from spalier.tasks.base import NUMPY_DTYPES, Base, Weight
 from spalier.tasks.format import quoted
 from spalier.tasks.table import Cut, Ints, LowRank, Pointwise, Table
@@ -428,10 +435,6 @@ def fold_(modules: dict[str, nn.Module], pairs: Sequence[tuple[str, str]]) -> No
                 )
     for norm, layer in folded.items():
         fold_into_(layer, norm, _OUTPUT_AXES[type(layer)])
-        # the norm passes on what it gets, wherever else the network holds it; hooks and a gather behind it stay
-        kept = {key: v for key, v in norm.__dict__.items() if key.endswith("_hooks") or key == "_modules"}
-        norm.__class__ = nn.Identity
-        norm.__dict__ = {**nn.Identity().__dict__, **kept, "training": False}
 
 
 def _obstacle(norm: Any, layer: Any, times: Counter[int]) -> str:
