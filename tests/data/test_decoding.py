@@ -26,7 +26,7 @@ def square(data, side):
 
 
 def reason(data):
-    return decode_files([File("x.jpg", len(data), 0, lambda: data)], 8, None).wrong[0]
+    return decode_files([File("x.jpg", lambda: data, "")], 8, None).wrong[0]
 
 
 def png_header(width, height):
@@ -162,7 +162,7 @@ def test_bad_files_have_their_reason(kind):
 def test_every_cut_of_a_file_is_a_reason_or_an_image():
     for data in (jpeg(), encoded(picture(), "PNG"), encoded(picture(), "GIF"), encoded(picture(), "WEBP")):
         for end in range(0, len(data), max(1, len(data) // 40)):
-            found = decode_files([File("x", end, 0, lambda cut=data[:end]: cut)], 4, None)
+            found = decode_files([File("x", lambda cut=data[:end]: cut, "")], 4, None)
             assert found.images.shape == (1, 4, 4, 3)
             assert found.wrong == {} or found.wrong[0]
 
@@ -178,7 +178,7 @@ def test_the_limit_of_pixels_is_pillows(monkeypatch):
 def test_files_are_read_up_to_a_size(monkeypatch):
     monkeypatch.setattr(folders, "MAX_FILE_BYTES", 100)
     read = lambda: pytest.fail("was read")  # noqa: E731
-    assert "too large: 101 bytes" in decode_files([File("x", 101, 0, read)], 8, None).wrong[0]
+    assert "too large: 101 bytes" in decode_files([File("x", read, "", 101)], 8, None).wrong[0]
 
 
 def refuse():
@@ -186,9 +186,9 @@ def refuse():
 
 
 def test_all_bad_files_are_found_and_the_others_decoded():
-    good = [File(f"{i}.jpg", 1, i, lambda i=i: jpeg(i)) for i in range(30)]
-    bad = [File(f"bad/{kind}", len(data), 0, lambda data=data: data) for kind, data in BAD.items()]
-    bad.append(File("bad/locked", 5, 0, refuse))
+    good = [File(f"{i}.jpg", lambda i=i: jpeg(i), "") for i in range(30)]
+    bad = [File(f"bad/{kind}", lambda data=data: data, "") for kind, data in BAD.items()]
+    bad.append(File("bad/locked", refuse, ""))
     files = [f for pair in zip(good, bad, strict=False) for f in pair] + good[len(bad) :]
     found = decode_files(files, 16, None)
     assert {files[i].name: reason for i, reason in found.wrong.items()}.keys() == {file.name for file in bad}

@@ -41,12 +41,12 @@ _CLUTTER = {"thumbs.db", "desktop.ini", "_ds_store", "__macosx"}
 
 @dataclass(frozen=True)
 class File:
-    """An image to be read: bytes, or an image of Pillow. ``size`` and ``stamp`` change when its contents do."""
+    """An image that can be read, as bytes or as an image of Pillow. ``stamp`` changes when its contents do."""
 
     name: str
-    size: int
-    stamp: int
     read: Callable[[], Any]
+    stamp: str
+    size: int = 0
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def _walk(path: Path, name: str, seen: set[tuple[int, int]]) -> Iterator[File | 
     try:
         found = path.stat()
         if stat.S_ISREG(found.st_mode):
-            yield File(name, found.st_size, found.st_mtime_ns, path.read_bytes)
+            yield File(name, path.read_bytes, str(found.st_mtime_ns), found.st_size)
         elif not stat.S_ISDIR(found.st_mode):  # pipes and devices are never opened
             yield BadFile(name, "not a regular file")
         elif (found.st_dev, found.st_ino) in seen:

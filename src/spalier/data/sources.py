@@ -168,7 +168,9 @@ def _digits() -> Samples:
     """scikit-learn's handwritten digits: 1,797 images of 8x8 that come with the library."""
     found = import_optional("sklearn.datasets", "the data set digits", DataError).load_digits()
     images = np.round(found.images * (255 / 16)).astype(np.uint8)  # 0..16 to 0..255
-    files = tuple(File(str(i), 1, 0, partial(pillow().fromarray, image)) for i, image in enumerate(images))
+    files = tuple(
+        File(str(i), partial(pillow().fromarray, image), "digits") for i, image in enumerate(images)
+    )
     labels = found.target.astype(np.int64)
     return Samples(tuple("0123456789"), labels, np.full(len(labels), TRAIN), files).with_test()
 
@@ -191,14 +193,9 @@ def _torchvision(name: str, folder: Path, size: int | None, download: bool) -> t
         )
     labels = np.concatenate([gather_labels(dataset, f"torchvision:{name}") for dataset in splits.values()])
     classes = class_names(splits[TRAIN])
+    # Published sets do not change, so that a cache may know an image by the set and its number.
     files = tuple(
-        # Published sets do not change, so that a cache may know an image by its number.
-        File(
-            f"{SPLIT_NAMES[split][0]}/{i}",
-            1,
-            len(dataset),
-            partial(lambda rows, number: rows[number][0], dataset, i),
-        )
+        File(f"{SPLIT_NAMES[split][0]}/{i}", partial(_image_at, dataset, i), f"torchvision:{name}")
         for split, dataset in splits.items()
         for i in range(len(dataset))
     )
@@ -207,6 +204,10 @@ def _torchvision(name: str, folder: Path, size: int | None, download: bool) -> t
     side = min(image.size)
     preprocessing = _preprocessing(size or (side if side <= 64 else 224))
     return samples.with_test(), replace(preprocessing, flip=name not in _NOT_MIRRORED)
+
+
+def _image_at(dataset: Any, index: int) -> Any:
+    return dataset[index][0]
 
 
 def _torchvision_splits(make: Any, folder: Path, download: bool) -> dict[int, Any]:
@@ -308,15 +309,10 @@ def _hugging_face_labels(name: str, rows: Any, label: str | None, classes: tuple
 def _rows(library: Any, rows: Any, split: str, image: str) -> Iterator[File]:
     """The images of a split as they are stored: decoding them is ours, with its checks."""
     stored = rows.select_columns([image]).cast_column(image, library.Image(decode=False))
-    stamp = int(
-        digest(str(stored._fingerprint))[:15], 16
-    )  # the library's own, another one for other contents
     for i in range(len(rows)):
-        yield File(f"{split}/{i}", 1, stamp, partial(_row_bytes, stored, i, image))
+        yield File(f"{split}/{i}", partial(_row_bytes, stored, i, image), stored._fingerprint)
 
 
 def _row_bytes(rows: Any, index: int, image: str) -> bytes:
-    entry = rows[index][image]
-    if entry is None:
-        return b""
-    return entry["bytes"] if entry["bytes"] is not None else Path(entry["path"]).read_bytes()
+    entry = rows[index][image] or {"bytes": b""}  # None: a row without an image
+    return Path(entry["path"]).read_bytes() if entry["bytes"] is None else bytes(entry["bytes"])
