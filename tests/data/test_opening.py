@@ -139,9 +139,8 @@ def test_the_summary_is_short_whatever_was_skipped():
     data = open_data("digits")
     skipped = tuple(BadFile(f"{i}\n.jpg", "truncated") for i in range(500))
     many = Data(**{**vars(data), "skipped": skipped})
-    assert "left out: 480 more" in many.summary()
-    assert len(many.summary().splitlines()) < 30
-    assert str(data) == data.summary()
+    assert "left out: 480 more" in str(many)
+    assert len(str(many).splitlines()) < 30
 
 
 @settings(max_examples=100, deadline=None)

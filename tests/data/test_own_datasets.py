@@ -192,7 +192,7 @@ def test_validation_is_a_share_or_a_dataset():
     assert Data.of(dataset, validation=0).validation is None
     with pytest.raises(ConfigError, match="share for validation is"):
         Data.of(dataset, validation=1.0)
-    assert "mine: 2 classes" in data.summary()
+    assert "mine: 2 classes" in str(data)
 
 
 def test_loaders_give_their_dataset():

@@ -6,7 +6,7 @@ import hashlib
 import random
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -110,7 +110,7 @@ class Data:
             digest=_digest_of_datasets(list(splits.values()), names),
         )
 
-    def summary(self) -> str:
+    def __str__(self) -> str:
         """The splits with their samples and classes, and what is worth knowing."""
         splits = {"training": self.train, "validation": self.validation, "test": self.test}
         rows = [[name, *self._counts(split.labels)] for name, split in splits.items() if split is not None]
@@ -120,9 +120,6 @@ class Data:
             skipped.append(f"left out: {len(self.skipped) - 20:,} more")
         columns = ["split", "samples", "classes", "smallest", "largest"]
         return "\n".join([head, table(columns, rows), *self.notes, *skipped])
-
-    def __str__(self) -> str:
-        return self.summary()
 
     def _counts(self, labels: Ints) -> list[str]:
         if not self.classes:
@@ -212,7 +209,7 @@ def class_names(train: Dataset[Any], classes: Sequence[str] | None = None) -> tu
     return found
 
 
-def listed_labels(dataset: Dataset[Any]) -> Ints | None:
+def listed_labels(dataset: Any) -> Ints | None:
     """Labels that a dataset lists in ``targets``, ``labels``, torchvision's ``_labels`` or tensors, also of subsets."""
     if isinstance(dataset, Subset):
         inner = listed_labels(dataset.dataset)
@@ -221,25 +218,20 @@ def listed_labels(dataset: Dataset[Any]) -> Ints | None:
         pieces = [listed_labels(piece) for piece in dataset.datasets]
         known = [piece for piece in pieces if piece is not None]
         return np.concatenate(known) if len(known) == len(pieces) else None
-    if isinstance(dataset, TensorDataset):
-        return label_array(dataset.tensors[1], dataset) if len(dataset.tensors) == 2 else None
     if getattr(dataset, "target_transform", None) is not None:
         return None  # what is listed is not what comes out
-    for name in ("targets", "labels", "_labels"):
-        labels = label_array(getattr(dataset, name, None), dataset)
-        if labels is not None:
-            return labels
+    names = ("targets", "labels", "_labels")
+    lists = (
+        dataset.tensors[1:]
+        if isinstance(dataset, TensorDataset)
+        else [getattr(dataset, n, ()) for n in names]
+    )
+    for listed in lists:
+        with suppress(ValueError, TypeError, RuntimeError):  # ragged lists, and whatever else has such a name
+            labels = np.asarray(listed)
+            if labels.shape == (len(dataset),) and labels.dtype.kind in "iu":
+                return labels.astype(np.int64)
     return None
-
-
-def label_array(labels: Any, dataset: Any) -> Ints | None:
-    """Labels as an array, if they are one integer for each sample of a dataset."""
-    try:
-        found = np.asarray(labels)
-    except (ValueError, TypeError, RuntimeError):
-        return None
-    fits = found.ndim == 1 and found.dtype.kind in "iu" and len(found) == len(dataset)
-    return found.astype(np.int64) if fits else None
 
 
 def gather_labels(dataset: Any, name: str) -> Ints:

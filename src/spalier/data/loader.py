@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import sys
 import threading
@@ -132,21 +131,22 @@ class Loader:
                 sampler=self._keys,
                 batch_size=None,
                 num_workers=self.num_workers,
-                worker_init_fn=_as_a_worker,
+                worker_init_fn=_start_worker,
                 persistent_workers=True,
                 generator=torch.Generator(),  # the global one stays where it is, as without workers
-                multiprocessing_context=_context(),
+                # Forked workers share the images; other platforms have their own way to start processes.
+                multiprocessing_context="fork" if sys.platform.startswith("linux") else None,
             )
-        with _explained(self), _handler_kept():
+        with _dead_worker_explained(self), _signal_handler_kept():
             return iter(self._loader)
 
     def _next(self, batches: Iterator[Batch | SpalierError]) -> Batch | SpalierError:
-        with _explained(self):
+        with _dead_worker_explained(self):
             return next(batches)
 
 
-def _as_a_worker(_: int) -> None:
-    """Ctrl-C is for the process that has the workers, which ends them; it may have its own way to deal with signals."""
+def _start_worker(_: int) -> None:
+    """Leave Ctrl-C to the parent, which ends its workers; do not inherit the parent's handlers of signals."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -167,35 +167,35 @@ class _Batches(Dataset[Any]):
 
 
 @contextmanager
-def _explained(loader: Loader) -> Iterator[None]:
+def _dead_worker_explained(loader: Loader) -> Iterator[None]:
     """Turn what PyTorch says of a dead worker into our error; the loader starts anew after it."""
     try:
         yield
     except (RuntimeError, OSError, EOFError) as error:  # EOFError: it died while it handed a batch over
         if isinstance(error, RuntimeError) and "worker" not in str(error):
             raise
-        ends = _ends(loader) or str(error).partition("\n")[0] or type(error).__name__
+        exits = _exits(loader) or str(error).partition("\n")[0] or type(error).__name__
         loader.close()
         raise DataError(
-            f"a data-loader worker died ({ends}); memory may have run out, /dev/shm may "
+            f"a data-loader worker died ({exits}); memory may have run out, /dev/shm may "
             f"be too small, or the data set's own code crashed: pass fewer than {loader.num_workers} workers (0 runs "
             "everything in this process and shows the crash), or give the machine more (shared) memory"
         ) from error
 
 
-def _ends(loader: Loader) -> str:
-    """How the workers that are gone have ended."""
+def _exits(loader: Loader) -> str:
+    """How the dead workers ended: signals and exit codes."""
     running = None if loader._loader is None else loader._loader._iterator
     codes = [worker.exitcode for worker in getattr(running, "_workers", ())]
-    ends = [signal.Signals(-c).name if c < 0 else f"exit code {c}" for c in codes if c]
-    return ", ".join(sorted(set(ends)))
+    exits = [signal.Signals(-c).name if c < 0 else f"exit code {c}" for c in codes if c]
+    return ", ".join(sorted(set(exits)))
 
 
 @contextmanager
-def _handler_kept() -> Iterator[None]:
-    """Without the handler that PyTorch sets: it raises in the middle of whatever runs when a worker dies.
+def _signal_handler_kept() -> Iterator[None]:
+    """Remove the handler that PyTorch sets: when a worker dies, it raises in the middle of whatever runs.
 
-    Without it a death is noticed, some seconds later, by the call that waits for a batch.
+    Without it, the call that waits for a batch notices some seconds later.
     """
     if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
         yield
@@ -206,9 +206,3 @@ def _handler_kept() -> Iterator[None]:
     finally:
         if handler is not None:  # None: set by other than Python, and cannot be set again
             signal.signal(signal.SIGCHLD, handler)
-
-
-def _context() -> str | None:
-    """Forked workers share the images; elsewhere the platform's own way."""
-    linux = sys.platform.startswith("linux")
-    return "fork" if linux and "fork" in multiprocessing.get_all_start_methods() else None
