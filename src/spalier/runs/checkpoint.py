@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from spalier.errors import RunError, SpalierError
-from spalier.runs.folder import RunFolder
+from spalier.runs.folder import RunFolder, writing
 from spalier.tasks.task import Task
 
 FORMAT = 1
@@ -81,7 +81,8 @@ def save_checkpoint(folder: RunFolder, checkpoint: Checkpoint) -> None:
     state = {key: getattr(checkpoint, key) for key in _PLAIN}
     state |= {"format": FORMAT, "at": asdict(checkpoint.at), "learned": name}
     tensors = {key: value.detach().cpu().contiguous() for key, value in checkpoint.tensors.items()}
-    folder.write(folder.path / name, checkpoint.task.to_bytes())
+    with writing(folder.path):
+        checkpoint.task.save(folder.path / name)
     folder.write(_file(folder), save(tensors, {"run": json.dumps(state, allow_nan=False)}))
     for old in folder.path.glob("checkpoint-*.task.safetensors"):
         if old.name != name:

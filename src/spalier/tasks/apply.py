@@ -31,7 +31,7 @@ def apply_(task: Task, net: nn.Module, example: Any) -> None:
     """Attach, cut, and put in what was learned; on any error the base is as it was."""
     base = Base(net)
     check_base(task, base)
-    adapter = _adapter(task)
+    adapter = _adapter(task)  # whatever may fail comes before the base is changed
     structure = None if example is None else _traced(task, base, example)
     heads = list(task.table.heads)
     learned = _owners(base, {n for row in task.table.rows if row.source == "values" for n in row.names})

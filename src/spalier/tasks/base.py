@@ -115,7 +115,7 @@ class Weight:
 
 
 def _weight(tensor: Tensor, geometry: Geometry) -> Weight:
-    limit = torch.finfo(tensor.dtype).max / 2
+    limit = torch.finfo(tensor.dtype).max / 2  # far enough from overflow for any rounding
     found = Weight(geometry, _summary(tensor).largest, limit)
     channels_last = tensor.dim() == 4 and not tensor.is_contiguous()
     laid = tensor.detach().permute(0, 2, 3, 1) if channels_last else tensor.detach()
@@ -160,6 +160,7 @@ class Base:
         self._architectures: dict[tuple[str, ...], str] = {}
         self._weights: dict[str, Weight] = {}
         self._values: dict[frozenset[str], tuple[list[Any], str]] = {}
+        # modules that copy themselves may do anything: then all of the network is copied by copy.deepcopy
         self._templates = None
         if not any(map(_copies_itself, self.modules.values())):
             self._templates = [(module, _Template(module)) for module in self.modules.values()]

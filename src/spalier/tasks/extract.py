@@ -219,6 +219,7 @@ class _Extractor:
 
 def _base_tensors(attachment: Attachment, owners: Mapping[str, list[Owner]]) -> dict[str, Tensor]:
     """Every tensor of the base, as it was before it was adapted and pruned."""
+    # in reverse, so that the first of several changes of a tensor counts
     before = {(id(m), place, key): value for m, place, key, value in reversed(attachment.pruned.entries)}
     before |= {(id(e.module), e.kind, e.key): e.moved_original() for e in attachment.replaced}
     found = {}

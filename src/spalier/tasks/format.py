@@ -23,9 +23,9 @@ from spalier.files import read_exactly
 SUFFIX = ".task.safetensors"
 KEY = "spalier.task"
 """The entry of the container's metadata that describes the task."""
-MAX_NAME = 100
+MAX_NAME = 100  # with the suffix far below the 255 bytes that file systems allow
 MAX_DEPTH = 16
-MAX_HEADER = 1 << 20
+MAX_HEADER = 1 << 20  # parsed as a whole, so it is bounded before it is read
 MAX_BYTES = 1 << 32
 
 DTYPES = {
@@ -169,6 +169,7 @@ class _Entry(NamedTuple):
 
 def unpack(file: BinaryIO, size: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The description and the tensors of a container of so many bytes."""
+    # the length and the header's first byte, which tell other formats from this one
     start = bytes(read_exactly(file, min(size, 9)))
     length = _header_length(start, size)
     header = start[8:] + bytes(read_exactly(file, length - 1))
@@ -205,6 +206,7 @@ def _parse_header(header: bytes, size: int) -> tuple[dict[str, Any], list[_Entry
         raise TaskFileError(
             "header", f"the file has no metadata {KEY!r} (and nothing else): it is no task file"
         )
+    # lone surrogates are legal in JSON; as bytes they are no UTF-8, so the description is refused
     description = parse_json("metadata", "the description", metadata[KEY].encode("utf-8", "surrogatepass"))
     if not isinstance(description, dict):
         raise TaskFileError("metadata", "the description is a list, expected fields and values")
@@ -243,6 +245,7 @@ def _entry(name: str, spec: object) -> _Entry:
 
 def is_sizes(values: object, count: int) -> bool:
     """True for a list of so many integers from 0 to 2^63 - 1."""
+    # not isinstance: True is an int, too
     return (
         isinstance(values, list)
         and len(values) == count

@@ -122,7 +122,7 @@ class Store:
             )
         name = task.name if name is None else name
         target = self.path(name)
-        with self._lock():
+        with self._lock():  # nobody may take the name between the look and the write
             files.sweep(self.folder)
             self.check_free(name, overwrite=overwrite)
             replace(task, info=replace(task.info, name=name)).save(target, storage=storage)

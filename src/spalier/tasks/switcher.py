@@ -62,7 +62,7 @@ class Switcher:
         self._ready: OrderedDict[str, ReadyNetwork] = OrderedDict()
         self._building: dict[str, Future[ReadyNetwork]] = {}
         self._active: ReadyNetwork | None = None
-        self._paths: dict[str, str] = {}
+        self._paths: dict[str, str] = {}  # making a path costs more than the rest of a warm activation
         self._pool = Pool()
         self._lock = threading.Lock()
 

@@ -316,6 +316,7 @@ class Task:
             tensors["scales"] = task.scales
         description = {**task.info.to_dict(), "table": length}
         if task.integers:
+            # most are alike: the norms of a network have seen equally many batches
             description["integers"] = [[number, len(list(run))] for number, run in groupby(task.integers)]
         return pack(description, tensors)
 
@@ -444,7 +445,7 @@ def quantise(values: Tensor, shapes: Matrices) -> tuple[Tensor, Tensor]:
     codes, scales = [torch.empty(0, dtype=torch.int8, device="cpu")], [torch.empty(0, device="cpu")]
     for matrix in matrices(values.float(), shapes):
         scale = matrix.abs().amax(1) / 127
-        safe = torch.where(scale == 0, 1.0, scale)
+        safe = torch.where(scale == 0, 1.0, scale)  # a row of zeros has the scale 0
         codes.append((matrix / safe[:, None]).round().clamp(-127, 127).to(torch.int8).flatten())
         scales.append(scale)
     return torch.cat(codes), torch.cat(scales)
