@@ -35,7 +35,7 @@ COMMANDS: dict[str, tuple[str, str, list[list[str]]]] = {
     "paper": (
         "run the paper's experiments: paper --help",
         "cli",
-        [["experiments/paper/run.py"]],
+        [["-m", "experiments.paper"]],
     ),
     "bench": ("measure a training step against the peers", "bench", [["benchmarks/training_step.py"]]),
     "bench-structure": (

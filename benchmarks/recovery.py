@@ -31,9 +31,9 @@ from torch import Tensor, nn
 import spalier as sp
 from spalier.criteria import CRITERIA, Random
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "paper"))
-from networks import resnet20
-from paper_data import grid
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from experiments.paper.networks import resnet20
+from experiments.paper.paper_data import grid
 
 RESULTS = Path(__file__).parent / "results" / "recovery.json"
 TRAIN, TEST, CALIBRATION, BATCH = 5000, 2000, 500, 100

@@ -33,8 +33,7 @@ from torch import nn
 import spalier as sp
 from spalier.data import Loader, open_data
 from spalier.networks import open_network
-from spalier.runs import run as running
-from spalier.runs.engine import Engine
+from spalier.runs import Engine
 
 RESULTS = Path(__file__).parent / "results" / "transfer.json"
 SEEDS = 3
@@ -70,7 +69,7 @@ class MaskedEngine(Engine):
 
     gone: dict[str, torch.Tensor]
 
-    def _prune_(self) -> None:
+    def prune(self) -> None:
         assert self.plan is not None
         structure = self.plan.structure
         self.gone = {}
@@ -81,12 +80,12 @@ class MaskedEngine(Engine):
                 mask[list(self.plan.keep.get(stream.name, range(stream.size)))] = False
                 self.gone[site.norm] = mask
         self._silence_()
-        self._new_block_()
-        self.at = self.at.to(phase="train")
-        self._save_()
+        self.begin_block()
+        self.position = self.position.replace(phase="train")
+        self.save()
 
-    def _step_(self, images: Any, labels: Any) -> None:
-        super()._step_(images, labels)
+    def train_step(self, images: Any, labels: Any) -> None:
+        super().train_step(images, labels)
         self._silence_()
 
     @torch.no_grad()
@@ -145,14 +144,12 @@ def both_ways(config: sp.TransferPruning, folder: Path, name: str) -> dict[str, 
     found: dict[str, Any] = {"seed": config.seed}
     order = [("physical", Engine), ("masked", MaskedEngine)]
     for way, engine in order if config.seed % 2 == 0 else order[::-1]:
-        setattr(running, "Engine", engine)  # noqa: B010  # mypy takes modules for constant
         start = time.process_time()
-        results = config.run(folder / f"{name}-{way}", progress=False)
+        results = config.run(folder / f"{name}-{way}", progress=False, engine=engine)
         found[way] = {
             "seconds": time.process_time() - start,
             "test": {f"{row['target']:g}": row["test"] for row in results.rows},
         }
-        setattr(running, "Engine", Engine)  # noqa: B010
     found["ratio"] = found["physical"]["seconds"] / found["masked"]["seconds"]
     print(name, {k: round(v["seconds"], 1) for k, v in found.items() if isinstance(v, dict)}, flush=True)
     return found

@@ -77,15 +77,12 @@ TASKS_LAYERS = [
     {"hub", "switcher"},
 ]
 RUNS_LAYERS = [
-    {"fields", "recipes", "rates", "losses", "syncing", "progress", "stopping", "seeds", "results"},
-    {"config", "evaluating"},
-    {"folder", "learning"},
-    {"checkpoint", "machine"},
-    {"blocks", "samples", "looking"},
+    {"settings"},
+    {"checkpoint", "step"},
+    {"processes"},
+    {"evaluation"},
     {"engine"},
     {"run"},
-    {"transfer"},
-    {"places"},
     {"sweep"},
 ]
 DATA_LAYERS = [{"images"}, {"data"}, {"folder", "loader"}, {"sources"}]

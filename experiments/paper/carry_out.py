@@ -10,27 +10,27 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from cells import Cell, teacher_of
-from protocol import Protocol, weights_of
-from released import Released
 from torch import Tensor
 
 import spalier as sp
-from paper_data import ORIGINS, open_set
+from experiments.paper.cells import Cell, teacher_of
+from experiments.paper.paper_data import ORIGINS, open_set
+from experiments.paper.protocol import Protocol, weights_of
+from experiments.paper.released import Released
 from spalier.data import Data, Split, open_data
 from spalier.data.images import Ints
-from spalier.runs import run as running
-from spalier.runs.engine import Engine
-from spalier.runs.folder import RunFolder
+from spalier.runs import Engine
+from spalier.runs.checkpoint import RunFolder
+from spalier.timing import processor
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 """What is committed."""
 _OF_DATA = ("image_size", "max_train_samples", "validation_split")
@@ -67,7 +67,8 @@ class Place:
 class _FirstBlock(Engine):
     """A run that ends before its first prune, with a checkpoint to go on from."""
 
-    def _score_(self) -> None:
+    def score(self) -> None:
+        """Not yet."""
         raise _Reached
 
 
@@ -123,8 +124,8 @@ def rows_of(cell: Cell, place: Place) -> list[dict[str, Any]]:
         config = config.replace(**_teaching(cell, place, trunk))
     if config.start_task is None:
         _branch(trunk, folder, config.replace(data=f"given:{data.name}"))
-    with _engine(Released if cell.masks == "released" else Engine):
-        return list(config.run(folder, data=data, progress=False).rows)
+    engine = Released if cell.masks == "released" else Engine
+    return list(config.run(folder, data=data, progress=False, engine=engine).rows)
 
 
 def samples_of(cell: Cell, place: Place) -> Data:
@@ -171,8 +172,8 @@ def first_block(config: sp.TransferPruning, folder: Path, data: Data) -> Path:
     """The folder of a run that has ended its first block and pruned nothing yet."""
     done = folder / "blocks" / "00.json"
     if not done.exists():
-        with _engine(_FirstBlock), contextlib.suppress(_Reached):
-            config.run(folder, data=data, progress=False)
+        with contextlib.suppress(_Reached):
+            config.run(folder, data=data, progress=False, engine=_FirstBlock)
     return folder
 
 
@@ -203,16 +204,6 @@ def _branch(trunk: Path, folder: Path, config: sp.TransferPruning) -> None:
             copy.rename(folder)
 
 
-@contextlib.contextmanager
-def _engine(engine: type[Engine]) -> Iterator[None]:
-    """Runs of another engine than Spalier's own."""
-    setattr(running, "Engine", engine)  # noqa: B010  # mypy takes modules for constant
-    try:
-        yield
-    finally:
-        setattr(running, "Engine", Engine)  # noqa: B010
-
-
 # -- what is written down ---------------------------------------------------------------------------------------------
 
 
@@ -237,20 +228,13 @@ def record(cell: Cell, place: Place, rows: Sequence[dict[str, Any]]) -> dict[str
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "threads": torch.get_num_threads(),
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
 
 
 def write(path: Path, value: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from protocol import CRITERIA, Protocol
+from experiments.paper.protocol import CRITERIA, Protocol
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "fine-pruning": {"method": "fine-pruning"},

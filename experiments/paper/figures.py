@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cells import METHODS, RANKS
-from found import Found, Mean
-from protocol import Protocol
-from tables import DATA, NAMES
-
+from experiments.paper.cells import METHODS, RANKS
+from experiments.paper.found import Found
+from experiments.paper.protocol import Protocol
+from experiments.paper.tables import DATA, NAMES
 from spalier.reporting.comparisons import accuracy_figures
 from spalier.reporting.draw import Axis, Cell, Dot, ErrorBar, Figure, Line, Mark, Panel, linear, logarithmic
 from spalier.reporting.draw import density as in_percent
 from spalier.reporting.load import ReportData, Run, TaskResult
+from spalier.runs.sweep import Mean
 
 ROWS, COLUMNS = 768, 3072
 

@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Mean:
-    """A number over seeds."""
-
-    value: float
-    deviation: float | None
-    """With n - 1; None for one seed."""
-    count: int
-
-    def __str__(self) -> str:
-        return f"{self.value:.1f}" if self.deviation is None else f"{self.value:.1f} ± {self.deviation:.1f}"
-
+from spalier.runs.sweep import Mean, mean
 
 _PLAIN: dict[str, Any] = {"variant": "", "kernel": "center", "init_range": 1e-4, "network": ""}
 
@@ -44,7 +30,10 @@ _RENAMED = {
 
 def settings_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record's settings by their current names; the committed ones were written under earlier names."""
-    return {_RENAMED.get(name, name): value for name, value in record["settings"].items()}
+    found = {_RENAMED.get(name, name): value for name, value in record["settings"].items()}
+    if found["network"] == "networks:resnet20":
+        found["network"] = "experiments.paper.networks:resnet20"
+    return found
 
 
 class Found:
@@ -88,11 +77,3 @@ class Found:
         """A number at a density, over seeds; accuracies in per cent. None where there is no such cell."""
         values = [scale * row[number] for row in self.rows(target, **labels) if row.get(number) is not None]
         return mean(values)
-
-
-def mean(values: Sequence[float]) -> Mean | None:
-    """None of nothing."""
-    if not values:
-        return None
-    deviation = statistics.stdev(values) if len(values) > 1 else None
-    return Mean(statistics.fmean(values), deviation, len(values))

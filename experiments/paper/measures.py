@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from carry_out import COMMIT, Place, config_of, machine
-from cells import METHODS, Cell, experiments
-from protocol import weights_of
 from safetensors.torch import save
 from torch import nn
 
 import spalier as sp
+from experiments.paper.carry_out import COMMIT, Place, config_of, machine
+from experiments.paper.cells import METHODS, Cell, experiments
+from experiments.paper.protocol import weights_of
 from spalier.adapters import ADAPTERS
 from spalier.networks import head_of, open_network
 

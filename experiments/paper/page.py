@@ -7,13 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import papers
-from figures import figures
-from found import Found, settings_of
-from protocol import Protocol
-from tables import DATA, NAMES, TABLES, markdown, pays_from
-
 import spalier as sp
+from experiments.paper import papers
+from experiments.paper.figures import figures
+from experiments.paper.found import Found, settings_of
+from experiments.paper.protocol import Protocol
+from experiments.paper.tables import DATA, NAMES, TABLES, markdown, pays_from
 from spalier.reporting.page import standalone, to_csv
 
 _BASES = {

@@ -142,7 +142,7 @@ MINI = Protocol(
     },
     sets={
         "cifar10": {
-            "network": "networks:resnet20",
+            "network": "experiments.paper.networks:resnet20",
             "weights": "resnet20-cifar100.safetensors",
             "max_train_samples": 2000,
             "batch_size": 64,

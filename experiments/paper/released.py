@@ -17,7 +17,7 @@ from torch import nn
 from spalier.adapters.attach import fuse
 from spalier.criteria.score import Scores
 from spalier.pruning.plan import Plan
-from spalier.runs.engine import Engine
+from spalier.runs import Engine
 
 
 class Released(Engine):
@@ -26,13 +26,13 @@ class Released(Engine):
     gone: dict[str, np.ndarray[Any, np.dtype[np.bool_]]]
     """By layer: the filters that count as pruned."""
 
-    def _selected(self, scores: Scores, target: float) -> Plan:
+    def select_plan(self, scores: Scores, target: float) -> Plan:
         """Filters that count as pruned stay so, however high they score now."""
         for parts in scores.layers.values():
             for layer, values in parts.items():
                 if layer in self._gone():
                     values[self.gone[layer]] = 0.0
-        return super()._selected(scores, target)
+        return super().select_plan(scores, target)
 
     def _gone(self) -> dict[str, np.ndarray[Any, np.dtype[np.bool_]]]:
         if not hasattr(self, "gone"):
@@ -40,7 +40,7 @@ class Released(Engine):
         return self.gone
 
     @torch.no_grad()
-    def _prune_(self) -> None:
+    def prune(self) -> None:
         """Set the filters to zero, once."""
         assert self.plan is not None
         structure = self.plan.structure
@@ -55,22 +55,23 @@ class Released(Engine):
             weight = self.net.get_submodule(site.writer).weight
             assert isinstance(weight, torch.Tensor)
             weight[torch.from_numpy(mask)] = 0.0
-        self._new_block_()
-        self.at = self.at.to(phase="train")
+        self.begin_block()
+        self.position = self.position.replace(phase="train")
 
-    def _save_(self) -> None:
+    def save(self) -> None:
         """Nothing: a task's file cannot tell which weights of the base were set to zero."""
-        if self.at.block == 0:
-            super()._save_()
+        if self.position.block == 0:
+            super().save()
 
-    def _row(self) -> dict[str, Any]:
-        row = super()._row()
+    def make_row(self) -> dict[str, Any]:
+        """A row with what is alive of what counts as pruned."""
+        row = super().make_row()
         if not self._gone() or self.data.test is None:
             return row
         plain = fuse(self.net).eval()
         alive = sum(_is_alive(plain, layer, mask) for layer, mask in self.gone.items())
         self._remove_(plain)
-        removed = self._evaluated(plain, self.data.test).accuracy
+        removed = self.evaluate(plain, self.data.test).accuracy
         pruned = sum(int(mask.sum()) for mask in self.gone.values())
         return {**row, "pruned": pruned, "alive": alive, "test_removed": removed}
 

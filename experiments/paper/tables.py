@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import papers
-from cells import METHODS, RANKS
-from found import Found, Mean, mean
-from protocol import Protocol
+from experiments.paper import papers
+from experiments.paper.cells import METHODS, RANKS
+from experiments.paper.found import Found
+from experiments.paper.protocol import Protocol
+from spalier.runs.sweep import Mean, mean
 
 NAMES = {"fine-pruning": "fine-pruning", "r32": "SPLoRA r32", "r8": "SPLoRA r8"}
 _COUPLED, _TAUGHT = ("coupled", "coupled-mean"), ("self-taught", "taught")

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from spalier.pruning.prune import prune_
     from spalier.pruning.recovery import Recovery
     from spalier.reporting import report
-    from spalier.runs.sweep import Sweep
-    from spalier.runs.transfer import TransferPruning
+    from spalier.runs import Sweep, TransferPruning
     from spalier.scheduling import Schedule
     from spalier.selecting import select
     from spalier.structure.structure import Structure
@@ -74,10 +73,10 @@ _LATER = {
     "Scores": "criteria",
     "Store": "tasks.store",
     "Structure": "structure.structure",
-    "Sweep": "runs.sweep",
+    "Sweep": "runs",
     "Switcher": "tasks.switcher",
     "Task": "tasks.task",
-    "TransferPruning": "runs.transfer",
+    "TransferPruning": "runs",
     "attach_": "adapters",
     "bench": "benching",
     "count": "counting",

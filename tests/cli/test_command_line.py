@@ -73,6 +73,16 @@ def test_the_page_shows_the_help_of_every_command(spalier):
     assert text.partition("<!-- commands -->\n\n")[2].partition("\n<!-- /commands -->")[0] == page()
 
 
+def test_the_settings_are_listed_by_group(spalier):
+    lines = spalier("train", "--settings").out.splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == [
+        f"{group}:" for group in ("data", "network", "adapter", "pruning", "training", "output")
+    ]
+    [lr] = [line.split() for line in lines if line.startswith("  lr ")]
+    assert lr[:3] == ["lr", "by", "recipe"]
+    assert max(map(len, lines)) <= 140
+
+
 def test_the_options_are_the_golden_ones():
     """Write them anew with ``python tests/cli/test_command_line.py`` when a change is meant."""
     assert surface() == GOLDEN.read_text()

@@ -293,7 +293,7 @@ def test_trace(spalier, base):
 def test_sweep_and_a_run_of_it_that_fails(ran, spalier, tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text((ran / "run.yaml").read_text())
-    quick = ["--set", "densities=[]", "--set", "epochs=0", "--retries", "0", "--threads", "1"]
+    quick = ["--set", "densities=[]", "--set", "epochs=0", "--threads", "1"]
     called = spalier("sweep", config, *quick, "--over", "rank=1,2", "--folder", tmp_path / "s", "--json")
     assert called.code == 0, called.err
     assert [row["rank"] for row in called.json["rows"]] == [1, 2]

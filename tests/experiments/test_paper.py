@@ -6,16 +6,16 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import carry_out
 import pytest
 import torch
-from carry_out import Place, config_of, samples_of
-from cells import Cell, cell_of
-from protocol import MINI
-from released import Released
 from safetensors.torch import save_file
 
 import spalier as sp
+from experiments.paper import carry_out
+from experiments.paper.carry_out import Place, config_of, samples_of
+from experiments.paper.cells import Cell, cell_of
+from experiments.paper.protocol import MINI
+from experiments.paper.released import Released
 
 TINY = replace(
     MINI,
@@ -90,7 +90,7 @@ def test_a_cell_that_shares_its_first_block_is_the_run_that_does_not(place: Plac
 
 def test_a_release_sets_filters_to_zero_and_no_more(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, object]]] = []
-    prune = Released._prune_
+    prune = Released.prune
 
     def watched(engine: Released) -> None:
         before = {name: value.clone() for name, value in engine.net.state_dict().items()}
@@ -98,7 +98,7 @@ def test_a_release_sets_filters_to_zero_and_no_more(place: Place, monkeypatch: p
         after = {name: value.clone() for name, value in engine.net.state_dict().items()}
         seen.append((before, after, dict(engine.gone)))
 
-    monkeypatch.setattr(Released, "_prune_", watched)
+    monkeypatch.setattr(Released, "prune", watched)
     carry_out.rows_of(cell_of(TINY, "digits", "r8", 0, variant="released", masks="released"), place)
     assert len(seen) == 2
     for before, after, gone in seen:

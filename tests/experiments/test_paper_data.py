@@ -13,7 +13,7 @@ from PIL import Image
 from scipy.io import savemat
 from torchvision import datasets
 
-from paper_data import open_set
+from experiments.paper.paper_data import open_set
 from spalier.data.images import center_square, decode
 from spalier.errors import DataError
 

@@ -7,19 +7,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import papers
 import pytest
-import run
 import torch
-from cells import Cell, experiments, in_order
-from figures import learned_share
-from found import Found, settings_of
-from measures import flops_as_published
-from page import drawings, written
-from protocol import FULL, MINI
-from tables import pays_from, released_gains
 
 import spalier as sp
+from experiments.paper import command, papers
+from experiments.paper.cells import Cell, experiments, in_order
+from experiments.paper.figures import learned_share
+from experiments.paper.found import Found, settings_of
+from experiments.paper.measures import flops_as_published
+from experiments.paper.page import drawings, written
+from experiments.paper.protocol import FULL, MINI
+from experiments.paper.tables import pays_from, released_gains
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments/paper/results/mini"
@@ -171,7 +170,7 @@ def threads() -> Iterator[None]:
 def test_the_command_line_names_cells_and_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run.main(["masks", "--list", "--only", "seed1"]) == 0
+    assert command.main(["masks", "--list", "--only", "seed1"]) == 0
     assert capsys.readouterr().out.split() == [
         f"cifar10-taylor-released-{learning}-seed1" for learning in ("fine-pruning", "r32", "r8")
     ]
@@ -185,11 +184,11 @@ def test_the_command_line_names_cells_and_says_what_is_missing(
         "--results",
         str(tmp_path / "r"),
     ]
-    assert run.main(["table", "--scale", "full", *places]) == 1
+    assert command.main(["table", "--scale", "full", *places]) == 1
     said = capsys.readouterr().err
     assert "cifar10 is not in" in said
     assert "cs.toronto.edu" in said
-    assert run.main(["counts", "--scale", "full", *places]) == 1
+    assert command.main(["counts", "--scale", "full", *places]) == 1
     said = capsys.readouterr().err
     assert "resnet50-0676ba61.pth is not there" in said
     assert "download.pytorch.org" in said

@@ -12,7 +12,7 @@ from PIL import Image
 from support import awaken_, tiny_cnn
 
 import spalier as sp
-from spalier.runs.transfer import TransferPruning
+from spalier.runs import TransferPruning
 
 IMAGE = torch.zeros(2, 3, 8, 8)
 DENSITIES = (1.0, 0.5, 0.25)
@@ -68,9 +68,8 @@ def write_run(
             "network": "tiny:net",
             "name": "birds",
             "data": "digits",
-            "densities": tuple(densities[1:]) or None,
+            "densities": tuple(densities[1:]),
             "seed": seed,
-            **({"schedule": "one_shot", "final_density": 1.0} if len(densities) == 1 else {}),
             **settings,
         }
     )

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from trained import Block
 
-from spalier.runs.transfer import TransferPruning
+from spalier.runs import TransferPruning
 
 NETWORK = "running:small"
 QUICK = {

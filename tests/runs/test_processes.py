@@ -15,7 +15,7 @@ from running import quick
 from torch import nn
 
 from spalier import Task
-from spalier.runs.syncing import SyncedNorms
+from spalier.runs.processes import SyncedNorms
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 5e-5

@@ -19,9 +19,8 @@ from torch.utils.data import TensorDataset
 from spalier import files
 from spalier.data import Data
 from spalier.errors import NetworkError, RunError
-from spalier.runs.engine import Engine
-from spalier.runs.folder import RunFolder
-from spalier.runs.transfer import TransferPruning
+from spalier.runs import Engine, TransferPruning
+from spalier.runs.checkpoint import RunFolder
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,15 +85,15 @@ def test_killed_in_the_middle_of_everything(tmp_path, monkeypatch, whole, varian
     folder = tmp_path / "run"
     kills = 0
     for name, moment, after in (
-        ("_step_", 3, False),
-        ("_end_epoch_", 1, True),
-        ("_finish_", 1, False),
-        ("_row", 1, True),
-        ("_score_", 1, False),
-        ("_prune_", 1, False),
-        ("_prune_", 1, True),
-        ("_step_", 2, True),
-        ("_finish_", 1, True),
+        ("train_step", 3, False),
+        ("_end_epoch", 1, True),
+        ("finish", 1, False),
+        ("make_row", 1, True),
+        ("score", 1, False),
+        ("prune", 1, False),
+        ("prune", 1, True),
+        ("train_step", 2, True),
+        ("finish", 1, True),
     ):
         with monkeypatch.context() as patch:
             killed_at(patch, moment, Engine, name, after=after)
@@ -111,7 +110,7 @@ def test_networks_that_draw_numbers_in_eval_mode(tmp_path, monkeypatch):
     config = quick(network_options={"noise": 1.0}, densities=(), validate_every=1, checkpoint_seconds=0)
     config.run(tmp_path / "never", progress=False)
     with monkeypatch.context() as patch:
-        killed_at(patch, 8, Engine, "_step_", after=True)
+        killed_at(patch, 8, Engine, "train_step", after=True)
         with pytest.raises(Killed):
             config.run(tmp_path / "run", progress=False)
     config.run(tmp_path / "run", progress=False)
@@ -148,12 +147,12 @@ quick(epochs=3, checkpoint_seconds={seconds}, num_workers={workers}).run(sys.arg
 """
 ENDED = """
 import os
-from spalier.runs.engine import Engine
-end = Engine._end_epoch_
+from spalier.runs import Engine
+end = Engine._end_epoch
 def end_and_signal(engine):
     end(engine)
     os.killpg(0, {number})
-Engine._end_epoch_ = end_and_signal
+Engine._end_epoch = end_and_signal
 """
 
 
@@ -227,14 +226,14 @@ def _files(folder: Path) -> list[Path]:
 def test_other_settings_are_refused_with_the_difference(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
-        killed_at(patch, 1, Engine, "_score_", after=False)
+        killed_at(patch, 1, Engine, "score", after=False)
         with pytest.raises(Killed):
             quick().run(folder, progress=False)
     before = {path: path.read_bytes() for path in _files(folder)}
     with pytest.raises(RunError, match="rank") as caught:
         quick(rank=4, seed=1).run(folder, progress=False)
     assert caught.value.code == "changed"
-    assert "other settings: rank was 8 and is 4, seed was 0 and is 1; go on" in str(caught.value)
+    assert "other settings: rank was 8 and is 4, seed was 0 and is 1; resume" in str(caught.value)
     assert {path: path.read_bytes() for path in _files(folder)} == before
     quick(checkpoint_seconds=7, num_workers=0).run(folder, progress=False)  # changes nothing that comes out
     assert TransferPruning.load(folder) == quick()
@@ -266,7 +265,7 @@ def test_another_teacher_is_refused(tmp_path, monkeypatch):
     teacher = tmp_path / "teacher/tasks/digits-100.task.safetensors"
     config = quick(teacher=teacher)
     with monkeypatch.context() as patch:
-        killed_at(patch, 1, Engine, "_score_", after=False)
+        killed_at(patch, 1, Engine, "score", after=False)
         with pytest.raises(Killed):
             config.run(tmp_path / "run", progress=False)
     quick(epochs=2, densities=()).run(tmp_path / "other", progress=False)

@@ -13,10 +13,8 @@ from torch.utils.data import Dataset
 from spalier import files
 from spalier.data import Data
 from spalier.errors import ConfigError, DataError, RunError, TaskFileError
-from spalier.runs import machine
-from spalier.runs.checkpoint import load_checkpoint
-from spalier.runs.engine import Engine
-from spalier.runs.folder import RunFolder
+from spalier.runs import Engine, processes
+from spalier.runs.checkpoint import RunFolder, load_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -28,28 +26,28 @@ def never(tmp_path_factory):
 
 
 def fail_at(monkeypatch, step: int, error: BaseException) -> None:
-    real = Engine._loss
+    real = Engine.loss
 
     def loss(engine, *args):
-        if engine.at.step == step:
+        if engine.position.step == step:
             raise error
         return real(engine, *args)
 
-    monkeypatch.setattr(Engine, "_loss", loss)
+    monkeypatch.setattr(Engine, "loss", loss)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite(tmp_path, monkeypatch, never, value):
-    real = Engine._loss
+    real = Engine.loss
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "_loss", lambda e, *a: real(e, *a) * (value if e.at.step == 7 else 1))
+        patch.setattr(Engine, "loss", lambda e, *a: real(e, *a) * (value if e.position.step == 7 else 1))
         with pytest.raises(
             RunError, match=r"the loss is (nan|inf) at step 7 \(block 0/2, epoch 2/2\)"
         ) as caught:
             quick(checkpoint_seconds=0).run(tmp_path / "run", progress=False)
     assert caught.value.code == "not-finite"
     kept = load_checkpoint(RunFolder(tmp_path / "run"))
-    assert kept.at.step == 7
+    assert kept.position.step == 7
     assert all(bool(torch.isfinite(t).all()) for t in kept.tensors.values())
     quick().run(tmp_path / "run", progress=False)
     assert outcome(tmp_path / "run") == never
@@ -60,7 +58,7 @@ def test_weights_that_blow_up(tmp_path):
     with pytest.raises(RunError) as caught:
         quick(optimizer="sgd", lr=1e30, epochs=1).run(tmp_path / "run", progress=False)
     assert caught.value.code == "not-finite"
-    assert load_checkpoint(RunFolder(tmp_path / "run")).at.step == 0
+    assert load_checkpoint(RunFolder(tmp_path / "run")).position.step == 0
 
 
 @pytest.mark.parametrize(
@@ -198,7 +196,7 @@ def test_metrics_that_are_gone(tmp_path, monkeypatch):
 
 
 def test_precisions_that_cannot_be_had(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "_has_accelerator", lambda: False)
+    monkeypatch.setattr(processes, "_has_accelerator", lambda: False)
     with pytest.raises(ConfigError, match="fp16"):
         quick(mixed_precision="fp16").run(tmp_path / "run", progress=False)
     quick(epochs=0, densities=()).run(tmp_path / "run", progress=False)  # and nothing was left behind

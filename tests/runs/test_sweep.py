@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import random
 import re
 import signal
 import statistics
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,11 +18,9 @@ from hypothesis import strategies as st
 from running import Small, outcome, quick
 
 from spalier.errors import ConfigError, RunError
-from spalier.runs import places
-from spalier.runs.folder import RunFolder
-from spalier.runs.places import Job, Local, OnRay, Report, carry_out
-from spalier.runs.sweep import Summary, Sweep, SweepResults
-from spalier.runs.transfer import TransferPruning
+from spalier.runs import Sweep, TransferPruning
+from spalier.runs.checkpoint import RunFolder
+from spalier.runs.sweep import Summary, SweepResults, _on_ray
 
 ROOT = Path(__file__).parents[2]
 TINY = {"densities": (0.5,), "epochs": 1, "max_train_samples": 100}
@@ -156,7 +152,6 @@ def test_numbers_and_places_are_checked(tmp_path):
     sweep = Sweep(quick(), over={"seed": [0]})
     for options, words in (
         ({"jobs": 0}, "jobs is 0"),
-        ({"retries": -1}, "retries is -1"),
         ({"threads": 1.5}, "threads is 1.5"),
         ({"place": "moon"}, 'expected "local" or "ray"'),
         ({"gpus": 1}, "CUDA_VISIBLE_DEVICES"),
@@ -187,119 +182,10 @@ def test_ray_that_is_missing_gives_the_line_that_helps(tmp_path, monkeypatch):
         Sweep(quick(), over={"seed": [0]}).run(tmp_path / "sweep", place="ray", progress=False)
 
 
-# -- attempts ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-class Pretended:
-    """A place where each run fails a number of times, in an order that hypothesis draws."""
-
-    def __init__(self, fails, order):
-        self.fails, self.order = dict(fails), order
-        self.running, self.most, self.stopped = [], 0, False
-
-    def start(self, job):
-        self.running.append(job.name)
-        self.most = max(self.most, len(self.running))
-
-    def finished(self):
-        name = self.running.pop(self.order.randrange(len(self.running)))
-        self.fails[name] -= 1
-        return [(name, Report(self.fails[name] < 0, again=name != "hopeless"))]
-
-    def stop(self):
-        self.stopped = True
-
-
-def job(name):
-    return Job.of(name, quick(), Path(name), Path("log"), 1)
-
-
-@given(
-    st.dictionaries(st.sampled_from(["a", "b", "c", "hopeless"]), st.integers(0, 4)),
-    st.integers(0, 3),
-    st.integers(1, 3),
-    st.randoms(use_true_random=False),
-)
-def test_failed_runs_are_tried_again_so_often_and_no_more(fails, retries, at_once, order):
-    place, heard = Pretended(fails, order), {name: [] for name in fails}
-    carry_out(
-        [job(name) for name in fails],
-        place,
-        at_once=at_once,
-        retries=retries,
-        told=lambda name, report, number, again: heard[name].append((report.done, number, again)),
-    )
-    for name, count in fails.items():
-        attempts = 1 if name == "hopeless" else min(count, retries) + 1
-        assert [number for _, number, _ in heard[name]] == list(range(1, attempts + 1))
-        assert [again for _, _, again in heard[name]] == [True] * (attempts - 1) + [False]
-        assert heard[name][-1][0] == (count < attempts)
-    assert place.most <= at_once
-    assert not place.stopped
-
-
-def test_whatever_is_raised_stops_the_runs():
-    def told(*_):
-        raise KeyboardInterrupt
-
-    place = Pretended({"a": 0}, random.Random(0))
-    with pytest.raises(KeyboardInterrupt):
-        carry_out([job("a")], place, at_once=1, retries=0, told=told)
-    assert place.stopped
-
-
-def attempt(monkeypatch, code: str) -> Local:
-    """A run whose process does something else."""
-    monkeypatch.setattr(places, "_BEGIN", code)
-    place = Local()
-    place.start(job("run"))
-    return place
-
-
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        (
-            "import sys; print('half\\nof it', file=sys.stderr); sys.exit(7)",
-            "with code 7; its last words: of it",
-        ),
-        ("import os; print('{'); os._exit(0)", "the process ended with code 0"),
-        ("import os; os.abort()", "the process was ended by SIGABRT"),
-    ],
-)
-def test_processes_that_can_say_nothing_themselves(here, monkeypatch, code, message):
-    place = attempt(monkeypatch, code)
-    found = []
-    wait_for(lambda: found.extend(place.finished()) or found)
-    [(name, report)] = found
-    assert (name, report.done, report.again) == ("run", False, True)
-    assert report.message.endswith(message)
-
-
-def test_processes_that_cannot_be_started(here):
-    place = Local()
-    place.start(replace(job("run"), cwd=str(here / "nowhere")))
-    [(name, report)] = place.finished()
-    assert name == "run"
-    assert re.match("no process could be started: .*nowhere", report.message)
-
-
-def test_processes_that_do_not_listen_are_killed(here, monkeypatch):
-    monkeypatch.setattr(places, "GRACE", 0.2)
-    deaf = "import os, signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-    place = attempt(monkeypatch, deaf + "print(os.getpid(), file=sys.stderr, flush=True); time.sleep(600)")
-    wait_for(lambda: Path("log").read_text().splitlines()[1:])
-    process = int(Path("log").read_text().splitlines()[1])
-    os.kill(process, 0)  # it is there
-    place.stop()
-    with pytest.raises(ProcessLookupError):
-        os.kill(process, 0)
 
 
 # -- for real ----------------------------------------------------------------------------------------------------------
@@ -314,23 +200,26 @@ def check_alone(config, folder):
 def test_a_crash_a_refusal_and_a_success(here, capfd):
     base = quick(**TINY, network="test_sweep:fragile", checkpoint_seconds=0)
     sweep = Sweep(base, over={"trackers": [[], ["nobody-knows"]], "epochs": [1]})
-    results = sweep.run("sweep", jobs=2, threads=1)
     folder = here / "sweep"
-    (fragile, config), (hopeless, _) = sweep.runs()
+    (fragile, config), (refused, _) = sweep.runs()
 
-    assert list(results.failed) == [hopeless]
-    assert re.match("ConfigError: .*nobody-knows", results.failed[hopeless])
+    results = sweep.run("sweep", jobs=2, threads=1)
+    assert results.failed[fragile] == "the process was ended by SIGKILL"
+    assert re.match("ConfigError: .*nobody-knows", results.failed[refused])
+    assert not results.rows
+    said = capfd.readouterr().err
+    assert "2 of 2 runs to do" in said
+    assert f"{fragile}: the process was ended by SIGKILL" in said
+    assert "Traceback" in (folder / "logs" / f"{refused}.txt").read_text()
+
+    results = sweep.run("sweep", jobs=2, threads=1)
+    assert list(results.failed) == [refused]
     assert [(row["run"], row["target"], row["epochs_setting"]) for row in results.rows] == [
         (fragile, 1.0, 1),
         (fragile, 0.5, 1),
     ]
-    said = capfd.readouterr().err
-    assert f"{fragile}: attempt 1 failed, will be tried again: the process was ended by SIGKILL" in said
-    assert f"{hopeless}: attempt 1 failed: ConfigError" in said
     log = (folder / "logs" / f"{fragile}.txt").read_text()
-    assert log.count("---\n") == 2
     assert log.count("block 0, epoch 1") == 1  # the second attempt went on from the checkpoint
-    assert "Traceback" in (folder / "logs" / f"{hopeless}.txt").read_text()
     check_alone(config, folder / fragile)
 
     assert (folder / "sweep.csv").read_text() == results.to_csv()
@@ -341,13 +230,14 @@ def test_a_crash_a_refusal_and_a_success(here, capfd):
     shown = str(results)
     assert shown.splitlines()[0].split()[:4] == ["trackers", "epochs", "task", "channels"]
     assert "1 failed" in shown
-    assert shown.endswith(f"{hopeless}: {results.failed[hopeless]} (logs/{hopeless}.txt)")
+    assert shown.endswith(f"{refused}: {results.failed[refused]} (logs/{refused}.txt)")
 
     before = (folder / fragile / "results.json").stat().st_mtime_ns
-    with pytest.raises(RunError, match="nobody-knows") as caught:
-        Sweep.load(folder).run(folder, threads=1, strict=True)
-    assert caught.value.code == "failed"
-    assert "[1/2] 1 of 2 runs to do" in capfd.readouterr().err  # what is done is not begun again
+    capfd.readouterr()
+    again = Sweep.load(folder).run(folder)
+    assert list(again.failed) == [refused]
+    assert again.rows == results.rows
+    assert "1 of 2 runs to do" in capfd.readouterr().err  # what is done is not begun again
     assert (folder / fragile / "results.json").stat().st_mtime_ns == before
     for other, words in (
         (Sweep(sweep.base, over={**sweep.over, "epochs": [1, 2]}), "over epochs"),
@@ -363,15 +253,17 @@ import signal, sys
 sys.path[:0] = {path!r}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may have ignored it
 from running import quick
-from spalier.runs.sweep import Sweep
-Sweep(quick(epochs=1000, checkpoint_seconds=1000), over={{"seed": [0, 1]}}).run("sweep", threads=1)
+from spalier import Sweep
+if __name__ == "__main__":
+    base = quick(epochs=1000, checkpoint_seconds=1000)
+    Sweep(base, over={{"seed": [0, 1, 2]}}).run("sweep", jobs={jobs}, threads=1)
 """
 
 
-def start() -> subprocess.Popen:
+def start(jobs: int) -> subprocess.Popen:
     path = [str(ROOT / "tests"), str(ROOT / "tests/runs"), str(ROOT / "tools")]
-    code = SCRIPT.format(path=path)
-    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    Path("script.py").write_text(SCRIPT.format(path=path, jobs=jobs))
+    return subprocess.Popen([sys.executable, "script.py"], stderr=subprocess.PIPE, text=True)
 
 
 def wait_for(condition, seconds=600):
@@ -392,36 +284,49 @@ def is_free(folder: Path) -> bool:
         return False
 
 
-def test_runs_end_with_a_checkpoint_when_the_sweep_is_killed_or_interrupted(here):
-    log, run = Path("sweep/logs/seed=0.txt"), Path("sweep/seed=0")
+def epochs_of(run: Path) -> int:
+    metrics = run / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
-    def attempts() -> list[str]:
-        return log.read_text().split("---\n")[1::1] if log.exists() else []
 
-    def stopped_at() -> int:
-        return int(next(run.glob("checkpoint-*")).name.split("-")[-1].split(".")[0])
+def stopped_at(run: Path) -> int:
+    return int(next(run.glob("checkpoint-*")).name.split("-")[-1].split(".")[0])
 
-    process = start()
-    wait_for(lambda: attempts() and "epoch 2" in attempts()[-1])
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_runs_end_with_a_checkpoint_when_the_sweep_is_interrupted(here, jobs):
+    runs = [Path(f"sweep/seed={seed}") for seed in range(jobs)]
+    process = start(jobs)
+    wait_for(lambda: all(epochs_of(run) >= 2 for run in runs))
+    process.send_signal(signal.SIGINT)
+    _, words = process.communicate(timeout=600)
+    assert process.returncode in (1, -signal.SIGINT)  # as Python ends; the words say why
+    assert words.rstrip().endswith("KeyboardInterrupt")
+    for run in runs:
+        assert is_free(run)  # no process is left behind
+        assert stopped_at(run) >= 10
+    assert not Path("sweep/seed=2").exists()  # and none was begun
+
+
+def test_runs_end_with_a_checkpoint_when_the_sweep_is_killed(here):
+    run = Path("sweep/seed=0")
+    process = start(2)
+    wait_for(lambda: epochs_of(run) >= 2)
     process.kill()
     process.communicate()
     wait_for(lambda: is_free(run))
-    first = stopped_at()
-    assert first >= 10
-
-    process = start()
-    wait_for(lambda: len(attempts()) == 2 and "loss" in attempts()[-1])
-    process.send_signal(signal.SIGINT)
-    _, words = process.communicate(timeout=600)
-    assert process.returncode == -signal.SIGINT
-    assert words.rstrip().endswith("KeyboardInterrupt")
-    assert is_free(run)  # no process is left behind
-    assert stopped_at() > first
-    assert "epoch 1:" not in attempts()[-1]
-    assert not Path("sweep/seed=1").exists()  # and none was begun
+    assert stopped_at(run) >= 10
 
 
-def test_on_ray(here, capfd, monkeypatch):
+def test_a_script_without_a_guard_is_told_so(here):
+    path = [str(ROOT / "tests"), str(ROOT / "tests/runs"), str(ROOT / "tools")]
+    guarded = SCRIPT.format(path=path, jobs=2)
+    Path("script.py").write_text(guarded.replace('if __name__ == "__main__":', "if True:"))
+    process = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=300)
+    assert 'if __name__ == "__main__":' in process.stderr
+
+
+def test_on_ray(here, monkeypatch):
     ray = pytest.importorskip("ray")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     sweep = Sweep(quick(**TINY, network="test_sweep:reluctant"), over={"seed": [0, 1]})
@@ -431,6 +336,9 @@ def test_on_ray(here, capfd, monkeypatch):
     (folder / "seed=1").write_text("in the way")
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 * 1024 * 1024, log_to_driver=False)
     try:
+        first = sweep.run("sweep", place="ray")
+        assert first.failed["seed=0"] == "RuntimeError: not the first time"
+        assert not first.rows
         results = sweep.run("sweep", place="ray")
         assert ray.is_initialized()  # as it was before
     finally:
@@ -438,9 +346,6 @@ def test_on_ray(here, capfd, monkeypatch):
     assert list(results.failed) == ["seed=1"]
     assert results.failed["seed=1"].startswith("RunError: ")
     assert [row["run"] for row in results.rows] == ["seed=0", "seed=0"]
-    said = capfd.readouterr().err
-    assert "seed=0: attempt 1 failed, will be tried again: RuntimeError: not the first time" in said
-    assert "seed=1: attempt 2 failed: RunError: " in said
     check_alone(sweep.runs()[0][1], folder / "seed=0")
 
 
@@ -520,18 +425,16 @@ class PretendedRay:
 def test_only_a_ray_that_was_started_here_is_shut_down(monkeypatch, joined):
     ray = PretendedRay(joined)
     monkeypatch.setitem(sys.modules, "ray", ray)
-    place = OnRay(threads=2)
-    assert ray.up
+    assert list(_on_ray([], 2, 0)) == []
     assert (ray.asked["num_cpus"], ray.asked["num_gpus"]) == (2, 0)
-    place.close()
     assert ray.up == joined
 
 
 def test_ray_warns_of_what_no_node_has(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "ray", PretendedRay(True))
-    OnRay(threads=2)
+    list(_on_ray([], 2, 0))
     assert not caplog.records
-    OnRay(threads=3)
-    OnRay(threads=1, gpus=0.5)
+    list(_on_ray([], 3, 0))
+    list(_on_ray([], 1, 0.5))
     assert "no node of the Ray cluster has 3 CPUs and 0 GPUs" in caplog.text
     assert "1 CPUs and 0.5 GPUs" in caplog.text

@@ -100,7 +100,7 @@ def test_every_way(tmp_path, changes):
 
 
 def test_no_decay_on_norms_by_choice():
-    from spalier.runs.learning import make_optimizer
+    from spalier.runs.step import make_optimizer
 
     net = Small()
     sp.attach_(net, sp.SPLoRA(2), head="fc")
@@ -114,7 +114,7 @@ def test_no_decay_on_norms_by_choice():
 
 def test_narrow_strided_convolutions_keep_the_ordinary_layout():
     """PyTorch's weight gradient of these writes past its memory in channels-last layout."""
-    from spalier.runs.learning import is_safe
+    from spalier.runs.step import is_safe
 
     def network(inputs: int, stride: int) -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, inputs, 3), nn.Conv2d(inputs, 16, 1, stride))
@@ -233,7 +233,7 @@ def test_a_network_and_data_of_ones_own(tmp_path):
 
 
 def test_another_network_or_other_data_are_refused(tmp_path):
-    from spalier.runs.engine import Engine
+    from spalier.runs import Engine
 
     class Enough(BaseException):
         pass
@@ -245,7 +245,7 @@ def test_another_network_or_other_data_are_refused(tmp_path):
     net, data = Small(), digits_as_tensors()
     config = quick(epochs=1, densities=(0.5,), max_train_samples=None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_score_", stop)
+        patch.setattr(Engine, "score", stop)
         with pytest.raises(Enough):
             config.run(tmp_path / "run", network=net, data=data, progress=False)
     with pytest.raises(RunError, match="other weights") as caught:
@@ -404,7 +404,7 @@ def test_progress_in_lines(tmp_path, capsys):
 def test_progress_as_a_bar(monkeypatch):
     import io
 
-    from spalier.runs.progress import Progress
+    from spalier.runs.processes import Progress
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from spalier.data import Data
-    from spalier.runs.evaluating import Evaluation
+    from spalier.runs.evaluation import Evaluation
     from spalier.tasks.task import Task
 
 EVAL_BATCH_SIZE = 256
@@ -84,6 +84,7 @@ def trace(console: Console, network: str, shape: str, **options: Any) -> None:
 @click.option("--recipe", help="fast or paper.")
 @click.option("--seed", type=int, help="Of everything random.")
 @settings_option
+@opening.settings_list_option
 def train(
     console: Console,
     config: str | None,
@@ -126,11 +127,10 @@ def train(
 @click.option("--folder", required=True, type=FOLDER, help="Where the sweep is kept.")
 @settings_option
 @click.option("--over", multiple=True, metavar="KEY=V1,V2", help="Values to go through, in all combinations.")
-@click.option("--jobs", type=click.IntRange(1), help="How many runs at once.")
+@click.option("--jobs", type=click.IntRange(1), default=1, help="How many runs at once on this machine.")
 @click.option(
     "--place", type=click.Choice(["local", "ray"]), default="local", help="Here, or on a Ray cluster."
 )
-@click.option("--retries", type=click.IntRange(0), default=1, help="How often a failed run is tried again.")
 @click.option("--threads", type=click.IntRange(1), help="Of each run.")
 def sweep(
     console: Console,
@@ -140,10 +140,10 @@ def sweep(
     over: tuple[str, ...],
     **options: Any,
 ) -> int:
-    """Carry many runs out, each in a process of its own, and bring their rows together.
+    """Carry many runs out, and bring their rows together.
 
-    CONFIG is a run's file, with --over, or a sweep's file with `base` and `over`. Runs that fail are tried again from
-    their checkpoints and listed at the end; the exit code is 3 then.
+    CONFIG is a run's file, with --over, or a sweep's file with `base` and `over`. Runs that fail are listed at the end;
+    the exit code is 3 then, and the same command resumes them.
 
     Examples:
         spalier sweep config.yaml --over seed=0,1,2 --over method=splora,fine-pruning --folder sweeps/methods
@@ -244,7 +244,7 @@ def _evaluate(net: nn.Module, data: Data, part: str) -> Evaluation:
     import torch
 
     from spalier.data import Loader
-    from spalier.runs.evaluating import evaluate
+    from spalier.runs.evaluation import evaluate
 
     samples = getattr(data, part)
     if samples is None:

@@ -23,7 +23,7 @@ import spalier
 from spalier import files
 from spalier.errors import RunError
 from spalier.networks import open_network
-from spalier.runs.results import Results
+from spalier.runs import Results
 from spalier.text import table
 
 NETWORK, WIDTH, BATCH_SIZE = "resnet8", 48, 64

@@ -17,7 +17,7 @@ from spalier.errors import ConfigError, RunError, TaskFileError, WeightsError
 if TYPE_CHECKING:
     from torch import nn
 
-    from spalier.runs.config import Settings
+    from spalier.runs import Settings
     from spalier.tasks.task import Task
 
 SUFFIX = ".task.safetensors"
@@ -50,8 +50,29 @@ def network_options(command: Any) -> Any:
 
 def settings_option(command: Any) -> Any:
     """``--set``."""
-    text = "A setting of the run, as in its file; repeatable."
+    text = "A setting of the run, as in its file; repeatable. `spalier train --settings` lists them."
     return click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help=text)(command)
+
+
+def settings_list_option(command: Any) -> Any:
+    """``--settings``: all settings of a run by group, each with its default and a line of help."""
+
+    def show(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+        if not wanted or context.resilient_parsing:
+            return
+        from spalier.runs.settings import setting_groups
+
+        for group, entries in setting_groups().items():
+            click.echo(f"{group}:")
+            for name, default, text in entries:
+                shown = ", ".join(default) if isinstance(default, tuple) else str(default).lower()
+                click.echo(f"  {name:18}  {'' if default in (None, {}) else shown:11}  {text}")
+        context.exit()
+
+    text = "List all settings with their defaults, and exit."
+    return click.option(
+        "--settings", "_", is_flag=True, is_eager=True, expose_value=False, callback=show, help=text
+    )(command)
 
 
 def open_base(
@@ -113,7 +134,7 @@ def run_in(folder: Path) -> Settings | None:
     """The settings of the run in a folder, if there is one."""
     if not (folder / "run.yaml").is_file():
         return None
-    from spalier.runs.config import Settings
+    from spalier.runs import Settings
 
     return Settings.load(folder)
 
@@ -205,9 +226,9 @@ def numbers(text: str, option: str, example: str) -> tuple[int, ...]:
 
 def read_config(config: str) -> dict[str, Any]:
     """What a file of settings says; there has to be something."""
-    from spalier.runs.fields import read
+    from spalier.runs.settings import read_settings
 
-    found = read(Path(config))
+    found = read_settings(Path(config))
     if not found:
         raise ConfigError(f"{config} has no settings; expected some, such as data: digits")
     return found
@@ -234,7 +255,7 @@ def values_of(text: str) -> tuple[str, list[Any]]:
 
 def _setting(name: str, raw: str) -> Any:
     """A value as its setting means it: text is text, 4,5,6 a list where a list is expected."""
-    from spalier.runs.config import Settings
+    from spalier.runs import Settings
 
     hint = get_type_hints(Settings).get(name)
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)

@@ -24,7 +24,8 @@ import numpy.typing as npt
 from spalier.adapters import ADAPTERS
 from spalier.errors import ConfigError, RunError, SpalierError, TaskFileError
 from spalier.files import reason
-from spalier.runs.config import FREE, Settings
+from spalier.runs import Settings
+from spalier.runs.settings import RESUMABLE
 from spalier.tasks.format import SUFFIX, check_name
 from spalier.tasks.store import Store
 from spalier.tasks.task import Task
@@ -39,7 +40,7 @@ SMALLEST, LARGEST = 1e-100, 1e15
 """Between these lie all numbers that a run can measure, zero aside, and all that can be drawn."""
 _SHARES = ("channels", "weights", "macs")
 _MEASURED = (*_SHARES, "learned", "bytes", "latency_ms")
-_SILENT = FREE | {"seed"}
+_SILENT = RESUMABLE | {"seed"}
 _ORDER = (*TASK_SETTINGS, "method", "rank", "criterion", "network", "schedule", "ranking", "writers")
 _RECIPE = (
     *("lr", "weight_decay", "optimizer", "epochs", "epochs_per_prune", "final_epochs", "batch_size"),
@@ -267,7 +268,7 @@ def repeated(settings: Mapping[str, Mapping[str, Any]], lengths: Mapping[str, in
     """
     alike: dict[str, list[str]] = {}
     for name, run in settings.items():
-        alike.setdefault(_as_text({n: v for n, v in run.items() if n not in FREE}), []).append(name)
+        alike.setdefault(_as_text({n: v for n, v in run.items() if n not in RESUMABLE}), []).append(name)
     shown = {name: max(names, key=lambda n: lengths[n]) for names in alike.values() for name in names}
     return {name: other for name, other in shown.items() if name != other}
 

@@ -21,8 +21,8 @@ from spalier.reporting.comparisons import accuracy_figures, bytes_figures, facet
 from spalier.reporting.draw import Cell, Figure, Line, density, to_svg
 from spalier.reporting.figures import learning_figure, network_figure, steps, task_figures
 from spalier.reporting.load import MEASURES, TASK_SETTINGS, ReportData, Run, TaskResult, load
-from spalier.runs.config import FREE
-from spalier.runs.folder import writing
+from spalier.runs.checkpoint import write_errors
+from spalier.runs.settings import RESUMABLE
 from spalier.tasks.format import SUFFIX
 from spalier.text import byte_size, clean, first_few, import_optional, percent, short_number
 
@@ -54,7 +54,7 @@ def report(
         path = path / "report.html"
     found = all_figures(data)
     text = page(data, found)
-    with writing(path.parent):
+    with write_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write(path, text.encode("utf-8"))
     if figures is not None:
@@ -298,7 +298,7 @@ def _settings(data: ReportData) -> list[tuple[str, str]]:
     return [
         (name, value if isinstance(value, str) else json.dumps(value, default=str))
         for name, value in data.settings.items()
-        if value is not None and name not in FREE
+        if value is not None and name not in RESUMABLE
     ]
 
 
@@ -329,7 +329,7 @@ def _facts(task: TaskResult) -> dict[str, str]:
 def export(figures: Sequence[Figure], folder: Path) -> None:
     """Every figure as NAME.csv and NAME.svg, and, once these are there, as NAME.png."""
     drawings = {figure.name: standalone(figure) for figure in figures}
-    with writing(folder):
+    with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for figure in figures:
             files.write(folder / f"{figure.name}.csv", to_csv(figure).encode("utf-8", "replace"))

@@ -1,1 +1,8 @@
-"""Transfer-pruning runs: from a network and labelled data to a row of task files at falling densities."""
+"""Whole runs: settings, the loop from data to task files, and sweeps of many runs."""
+
+from spalier.runs.engine import Engine
+from spalier.runs.run import Results, TransferPruning
+from spalier.runs.settings import Settings
+from spalier.runs.sweep import Sweep
+
+__all__ = ["Engine", "Results", "Settings", "Sweep", "TransferPruning"]

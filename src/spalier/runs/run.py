@@ -1,13 +1,19 @@
-"""From settings and a folder to results: everything that is set up before the loop, and taken down after it."""
+"""`TransferPruning`: a run, from its settings and a folder to its results."""
 
 from __future__ import annotations
 
 import contextlib
+import csv
+import dataclasses
 import hashlib
+import io
+import json
 import logging
 import os
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,52 +24,154 @@ from spalier.data import Data, open_data
 from spalier.distributed import from_first_rank
 from spalier.errors import AttachmentError, ConfigError, RunError, SpalierError
 from spalier.networks import head_of, logits_of, open_network
-from spalier.runs.config import Settings
+from spalier.runs.checkpoint import RunFolder
 from spalier.runs.engine import Engine
-from spalier.runs.folder import RunFolder
-from spalier.runs.machine import Machine
-from spalier.runs.results import Results
+from spalier.runs.processes import Machine
+from spalier.runs.settings import Settings
+from spalier.tasks.store import Store
 from spalier.tasks.task import Task
+from spalier.text import table
 
+Row = dict[str, Any]
+COLUMNS = {
+    "task": "task",
+    "channels": "channels",
+    "weights": "weights",
+    "macs": "MACs",
+    "learned": "learned",
+    "bytes": "bytes",
+    "validation": "validation",
+    "test": "test",
+    "latency_ms": "ms",
+    "seconds": "seconds",
+}
+"""The columns that are printed, with their titles. Times are measured, and differ from run to run."""
 _LOG = logging.getLogger("spalier")
 _GIVEN = "given:"
 
 
-def run(
-    config: Settings,
-    folder: str | os.PathLike[str],
-    *,
-    network: nn.Module | None = None,
-    data: Data | None = None,
-    progress: bool = True,
-) -> Results:
-    """Carry a run out, or go on with it, or see that it is done."""
-    config = _with_given(config, network, data)
-    where = RunFolder(folder)
-    if where.results.exists():
-        where.open_(config)
-        return _done(where, network, data)
-    with contextlib.ExitStack() as stack:
-        machine = stack.enter_context(_machine(config, where))
-        stack.enter_context(_opened(where, config, machine))
-        machine.track()
-        stack.enter_context(_faults(config, where))
-        stack.enter_context(_randomness(config))
-        samples = _with_classes(config, data if data is not None else _data(config))
-        net = network if network is not None else _network(config, samples)
-        head = config.head or head_of(net, classes=len(samples.classes))
-        stack.enter_context(_as_before(net, machine))
-        if config.keep_best and samples.validation is None:
-            raise ConfigError(
-                "keep_best is true, and the data have no validation samples; give them some, or leave it out"
-            )
-        _check_outputs(net, samples, machine)
-        engine = Engine(config, where, net, head, samples, machine, _digest(net))
-        return engine.go(progress)
+@dataclass(frozen=True)
+class Results:
+    """The rows of a run, one for each density. Print them."""
+
+    folder: Path
+    rows: Sequence[Row]
+    skipped: Sequence[str] = field(default=())
+    """Files that were left out because they are bad, where that was asked for."""
+    base: str = ""
+    """The digest of the base's values."""
+    data: str = ""
+    """The digest of the data."""
+
+    def __str__(self) -> str:
+        shown = [[cell(name, row.get(name)) for name in COLUMNS] for row in self.rows]
+        return table(list(COLUMNS.values()), shown)
+
+    @property
+    def tasks(self) -> Store:
+        """The task files, as a store that a `Switcher` can use."""
+        return Store(self.folder / "tasks")
+
+    def to_csv(self) -> str:
+        """The rows with all their columns, for a spreadsheet."""
+        return rows_to_csv(self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        own = {"rows": list(self.rows), "skipped": list(self.skipped), "base": self.base, "data": self.data}
+        return {"format": 1, **own}
+
+    @staticmethod
+    def load(folder: Path) -> Results:
+        """The results of a run that is done."""
+        file = folder / "results.json"
+        try:
+            found = json.loads(file.read_text("utf-8"))
+            return Results(folder, list(found["rows"]), list(found["skipped"]), found["base"], found["data"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunError(
+                "folder",
+                f"{str(file)!a} cannot be read ({type(error).__name__}); expected the results of a run",
+            ) from error
 
 
-def _with_given(config: Settings, network: nn.Module | None, data: Data | None) -> Settings:
-    """Settings that name what was given as an object, so that a run which goes on asks for it again."""
+def rows_to_csv(rows: Sequence[Row]) -> str:
+    """Rows of plain values as text, with a column for every name that occurs."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def cell(name: str, value: Any) -> str:
+    """A value of a row as tables show it."""
+    if value is None:
+        return "-"
+    if name in ("channels", "weights", "macs", "validation", "test"):
+        return f"{value:.1%}"
+    if isinstance(value, float):
+        return f"{value:,.2f}" if name == "latency_ms" else f"{value:,.1f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferPruning(Settings):
+    """A run: learn a task on a frozen network, then score, select, prune and train again until the last density.
+
+    It takes the settings of `spalier.runs.Settings`, all of them as keywords; the recipe fills in most of them.
+
+    >>> config = TransferPruning(recipe="paper", data="torchvision:CIFAR10", network="resnet50", rank=8)
+    >>> config.epochs, config.epochs_per_prune, len(config.targets())
+    (30, 20, 19)
+    """
+
+    def run(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        network: nn.Module | None = None,
+        data: Data | None = None,
+        progress: bool = True,
+        engine: type[Engine] = Engine,
+    ) -> Results:
+        """Carry the run out in a folder, or resume it there. A run that is done returns its results at once.
+
+        Args:
+            folder: where the run keeps its settings, metrics, checkpoint and task files.
+            network: a network of your own, instead of one by name; unchanged afterwards.
+            data: data of your own, as `Data.of` makes them, instead of a data set by name.
+            progress: show how far the run is: a bar on a terminal, lines elsewhere.
+            engine: a subclass of `Engine` that does some part of the loop in another way.
+        """
+        config = _name_objects(self, network, data)
+        where = RunFolder(folder)
+        if where.results.exists():
+            where.open_(config)
+            return _done(where, network, data)
+        with contextlib.ExitStack() as stack:
+            machine = stack.enter_context(contextlib.closing(Machine(config, where)))
+            _open(where, config, stack)
+            machine.track()
+            stack.enter_context(_memory_errors(config, where))
+            stack.enter_context(_random_state(config))
+            samples = _with_classes(config, data if data is not None else _open_data(config))
+            net = network if network is not None else _open_network(config, samples)
+            head = config.head or head_of(net, classes=len(samples.classes))
+            stack.enter_context(_borrowed(net, machine))
+            _check_fit(config, net, samples, machine)
+            base = _digest(net)
+            rows = engine(config, where, net, head, samples, machine, base).run(progress)
+            results = Results(where.path, rows, list(map(str, samples.skipped)), base, samples.digest)
+            if machine.is_first:
+                where.write_json(where.results, results.to_dict())
+            return results
+
+
+def _name_objects(config: Settings, network: nn.Module | None, data: Data | None) -> Settings:
+    """Settings that name what was given as an object, so that a run which is resumed asks for it again."""
+    named = {}
     if network is not None:
         if not isinstance(network, nn.Module):
             raise ConfigError(
@@ -73,38 +181,28 @@ def _with_given(config: Settings, network: nn.Module | None, data: Data | None) 
             raise ConfigError(
                 "the network is on the meta device, where nothing can be learned; load its weights first"
             )
-        _refuse(config, "a network", ("weights", "network_options"))
         if is_marked(network):
             raise AttachmentError("the network is adapted already; call spalier.detach_(net) first")
-        config = config.replace(network=f"{_GIVEN}{type(network).__name__}")
+        _refuse(config, "a network", "weights", "network_options")
+        named["network"] = f"{_GIVEN}{type(network).__name__}"
     if data is not None:
         if not isinstance(data, Data):
             raise ConfigError(
                 f"data is a {type(data).__name__}, expected spalier.data.Data; Data.of(dataset) makes it"
             )
-        _refuse(
-            config,
-            "data",
-            (
-                "max_train_samples",
-                "classes",
-                "image_size",
-                "validation_split",
-                "skip_bad",
-                "cache_folder",
-                "data_folder",
-            ),
-        )
-        config = config.replace(data=f"{_GIVEN}{data.name}")
-    for what, given in (("network", network), ("data", data)):
-        if given is None and getattr(config, what).startswith(_GIVEN):
-            raise ConfigError(f"the run was given its {what} as an object; pass {what}= again to go on")
-    return config
+        _refuse(config, "data", "max_train_samples", "classes", "image_size", "validation_split")
+        _refuse(config, "data", "skip_bad", "cache_folder", "data_folder")
+        named["data"] = f"{_GIVEN}{data.name}"
+    for what in ("network", "data"):
+        if what not in named and getattr(config, what).startswith(_GIVEN):
+            raise ConfigError(f"the run was given its {what} as an object; pass {what}= again to resume it")
+    # one that was loaded from its folder is as it is, with what the recipe came to then
+    return config if all(getattr(config, n) == v for n, v in named.items()) else config.replace(**named)
 
 
-def _refuse(config: Settings, what: str, names: tuple[str, ...]) -> None:
+def _refuse(config: Settings, what: str, *names: str) -> None:
     """Settings that would have no effect are mistakes."""
-    defaults = vars(Settings())["_given"]
+    defaults = Settings().given
     for name in names:
         if config.given[name] != defaults[name]:
             raise ConfigError(
@@ -113,7 +211,7 @@ def _refuse(config: Settings, what: str, names: tuple[str, ...]) -> None:
 
 
 def _done(folder: RunFolder, network: nn.Module | None, data: Data | None) -> Results:
-    """What came out, where nothing else was given than then."""
+    """The results, where nothing else was given than then."""
     results = Results.load(folder.path)
     if network is not None and _digest(network) != results.base:
         raise RunError("changed", "the run is done, with a network of other weights; use another folder")
@@ -122,71 +220,60 @@ def _done(folder: RunFolder, network: nn.Module | None, data: Data | None) -> Re
     return results
 
 
-@contextlib.contextmanager
-def _machine(config: Settings, folder: RunFolder) -> Iterator[Machine]:
-    machine = Machine(config, folder)
-    try:
-        yield machine
-    finally:
-        machine.close()
+def _open(folder: RunFolder, config: Settings, stack: contextlib.ExitStack) -> None:
+    """Let the first process open the folder and lock it; what it finds wrong is raised in all of them."""
+
+    def attempt() -> SpalierError | None:
+        try:
+            stack.enter_context(folder.locked())
+            folder.open_(config)
+        except SpalierError as error:
+            return error
+        return None
+
+    error = from_first_rank(attempt)
+    if error is not None:
+        raise error
 
 
 @contextlib.contextmanager
-def _opened(folder: RunFolder, config: Settings, machine: Machine) -> Iterator[None]:
-    """The first process opens the folder and keeps it; what is wrong with it is wrong for all."""
-    with contextlib.ExitStack() as stack:
-
-        def attempt() -> SpalierError | None:
-            try:
-                stack.enter_context(folder.locked())
-                folder.open_(config)
-            except SpalierError as error:
-                return error
-            return None
-
-        error = from_first_rank(attempt)
-        if error is not None:
-            raise error
-        yield
-
-
-@contextlib.contextmanager
-def _faults(config: Settings, folder: RunFolder) -> Iterator[None]:
-    """Out of memory, said in words."""
+def _memory_errors(config: Settings, folder: RunFolder) -> Iterator[None]:
+    """Say what helps when memory runs out."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        words = str(error)
-        full = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in words
-        if not full:
+        words = " ".join(str(error).split())[:200]
+        # PyTorch's CPU allocator raises a plain RuntimeError
+        if (
+            not isinstance(error, MemoryError | torch.OutOfMemoryError)
+            and "can't allocate memory" not in words
+        ):
             raise
         raise RunError(
             "memory",
-            f"memory ran out with batches of {config.batch_size} ({' '.join(words.split())[:200] or 'MemoryError'});"
-            f" the last checkpoint in {str(folder.path)!a} is whole: free some memory and run again, or begin another "
-            "run with a smaller batch_size, image_size or score_samples",
+            f"memory ran out with batches of {config.batch_size} ({words or 'MemoryError'}); the last checkpoint in "
+            f"{str(folder.path)!a} is whole: free some memory and run again, or begin another run with a smaller "
+            "batch_size, image_size or score_samples",
         ) from error
 
 
 @contextlib.contextmanager
-def _randomness(config: Settings) -> Iterator[None]:
+def _random_state(config: Settings) -> Iterator[None]:
     """Leave the caller's random state and choice of algorithms as they were."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
 @contextlib.contextmanager
-def _as_before(net: nn.Module, machine: Machine) -> Iterator[None]:
-    """Use a network, and give it back without adapters, where and how it was."""
+def _borrowed(net: nn.Module, machine: Machine) -> Iterator[None]:
+    """Use a network, and give it back without adapters, with its device, modes and gradients."""
     first = next(net.parameters(), None)
     device = first.device if first is not None else machine.device
     modes = [(module, module.training) for module in net.modules()]
@@ -204,7 +291,7 @@ def _as_before(net: nn.Module, machine: Machine) -> Iterator[None]:
             parameter.grad = grad
 
 
-def _data(config: Settings) -> Data:
+def _open_data(config: Settings) -> Data:
     return open_data(
         config.data,
         folder=config.data_folder,
@@ -212,8 +299,8 @@ def _data(config: Settings) -> Data:
         validation_split=config.validation_split,
         seed=config.seed,
         skip_bad=config.skip_bad,
-        labels=config.labels
-        or not config.data.startswith(("folder:", "hf:")),  # others have some to be judged by
+        # data sets by name have labels, if only to evaluate with
+        labels=config.labels or not config.data.startswith(("folder:", "hf:")),
         cache_folder=config.cache_folder,
         max_train_samples=config.max_train_samples,
         classes=config.classes,
@@ -221,9 +308,8 @@ def _data(config: Settings) -> Data:
 
 
 def _with_classes(config: Settings, data: Data) -> Data:
-    """Samples without labels have the classes of the task that the network has learned, or is taught by."""
-    unlabelled = bool((data.train.labels < 0).all())
-    if config.labels and unlabelled:
+    """Samples without labels have the classes of the task that the network starts from, or is taught by."""
+    if config.labels and bool((data.train.labels < 0).all()):
         raise ConfigError(
             "the samples have no labels; set labels: false, and a teacher to learn from (teacher, start_task)"
         )
@@ -235,15 +321,11 @@ def _with_classes(config: Settings, data: Data) -> Data:
         raise RunError(
             "classes", f"the samples have no classes, and {known!a} names none; expected a task with classes"
         )
-    return replace(data, classes=classes)
+    return dataclasses.replace(data, classes=classes)
 
 
-def _network(config: Settings, data: Data) -> nn.Module:
-    if (
-        config.weights is None
-        and not config.network.startswith(("hf:", "timm:", "torchvision:"))
-        and ":" not in config.network
-    ):
+def _open_network(config: Settings, data: Data) -> nn.Module:
+    if config.weights is None and ":" not in config.network:
         _LOG.warning(
             "%s starts from random weights; set weights to a file of pretrained ones", config.network
         )
@@ -257,16 +339,18 @@ def _network(config: Settings, data: Data) -> nn.Module:
 
 
 @torch.no_grad()
-def _check_outputs(net: nn.Module, data: Data, machine: Machine) -> None:
-    example = torch.zeros(2, *data.shape, device=machine.device)
+def _check_fit(config: Settings, net: nn.Module, data: Data, machine: Machine) -> None:
+    """Refuse a network that does not run on the data, or has another number of outputs than these have classes."""
+    if config.keep_best and data.validation is None:
+        raise ConfigError("keep_best is true, and the data have no validation samples; give them some")
     net.eval()
     try:
-        logits = logits_of(net(example))
+        logits = logits_of(net(torch.zeros(2, *data.shape, device=machine.device)))
     except (RuntimeError, ValueError, TypeError) as error:
         raise RunError(
             "classes",
-            f"the network does not run on float32 images of {data.shape}: {error}; set image_size, convert the network "
-            "(net.float()), or use another",
+            f"the network does not run on float32 images of {data.shape}: {error}; set image_size, convert the "
+            "network (net.float()), or use another",
         ) from error
     if logits.dim() != 2 or logits.shape[1] != len(data.classes):
         raise RunError(

@@ -1,12 +1,4 @@
-"""`Sweep`: one run for each combination of settings, and one table of what came out.
-
-A sweep's folder:
-
-sweep.yaml                 the settings that all runs share, and those that it goes through
-NAME/                      the folder of each run, named after its settings
-logs/NAME.txt              what the run's process had to say
-sweep.csv, sweep.json      all rows so far, and what has failed
-"""
+"""Sweeps: one run for each combination of some settings, and one table of what came out."""
 
 from __future__ import annotations
 
@@ -14,36 +6,44 @@ import contextlib
 import hashlib
 import itertools
 import json
+import logging
+import multiprocessing
 import os
 import re
+import signal
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+import traceback
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from textwrap import indent
 from typing import Any, Literal
 
-from spalier import files
-from spalier.errors import ConfigError, RunError
-from spalier.runs.config import FREE
-from spalier.runs.fields import check_known, checked, differences, in_words, read
-from spalier.runs.folder import RunFolder, writing
-from spalier.runs.places import Job, Local, OnRay, Place, Report, carry_out
-from spalier.runs.results import Results, Row, rows_to_csv
-from spalier.runs.transfer import TransferPruning
-from spalier.text import table
+import torch
 
-_LONGEST = 120  # characters of a run's name; file systems take 255 bytes
+from spalier.errors import ConfigError, RunError
+from spalier.runs.checkpoint import RunFolder
+from spalier.runs.run import COLUMNS, Results, Row, TransferPruning, cell, rows_to_csv
+from spalier.runs.settings import check_known, checked, differences, read_settings, write_yaml
+from spalier.text import check_integer, first_line, import_optional, table
+from spalier.timing import available_cores
+
+_LONGEST_NAME = 100
 _MEASURED = ("validation", "test")
+_LOG = logging.getLogger("spalier")
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Runs that differ in some settings: one for each combination.
+    """Many runs: one for each combination of values of some settings.
 
     Args:
         base: the settings that all runs share.
-        over: the values to go through, by setting; the last one changes fastest.
+        over: the values to go through, by setting.
 
     >>> sweep = Sweep(TransferPruning(data="digits"), over={"criterion": ["taylor", "weight"], "seed": [0, 1]})
     >>> [name for name, _ in sweep.runs()][:2]
@@ -54,156 +54,167 @@ class Sweep:
     over: Mapping[str, Sequence[Any]]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.base, TransferPruning):
-            raise ConfigError(f"the base is a {type(self.base).__name__}, expected a TransferPruning")
-        object.__setattr__(self, "over", _checked(self.over))
+        object.__setattr__(self, "over", _checked_values(self.base, self.over))
         self.runs()
 
     def runs(self) -> list[tuple[str, TransferPruning]]:
         """All runs by name; names are names of folders."""
-        return [(name, self.base.replace(**given)) for name, given in self._combinations().items()]
-
-    def _combinations(self) -> dict[str, dict[str, Any]]:
-        """The settings that are gone through, by the name of the run."""
-        found: dict[str, dict[str, Any]] = {}
-        for values in itertools.product(*self.over.values()):
-            given = dict(zip(self.over, values, strict=True))
-            self._check(given)
-            found[_name(given)] = given
+        found = []
+        for name, given in self._combinations().items():
+            try:
+                found.append((name, self.base.replace(**given)))
+            except ConfigError as error:
+                shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
+                raise ConfigError(f"the run with {shown} cannot be: {error}") from error
         return found
 
-    def _check(self, given: Mapping[str, Any]) -> None:
-        try:
-            self.base.replace(**given)
-        except ConfigError as error:
-            shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
-            raise ConfigError(f"the run with {shown} cannot be: {error}") from error
+    def _combinations(self) -> dict[str, dict[str, Any]]:
+        """The values of each run, by its name."""
+        combinations = [
+            dict(zip(self.over, values, strict=True)) for values in itertools.product(*self.over.values())
+        ]
+        return {_name_of(given): given for given in combinations}
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Sweep:
         """The sweep in a YAML or TOML file with `base` and `over`, or that of a sweep's folder."""
         file = Path(path) / "sweep.yaml" if Path(path).is_dir() else Path(path)
-        found = read(file)
+        found = read_settings(file)
         if set(found) != {"base", "over"} or not isinstance(found["base"], dict):
             raise ConfigError(f"{file} has {', '.join(found) or 'nothing'}; expected tables base and over")
-        return Sweep(TransferPruning.of(found["base"], f"base in {file}"), found["over"])
+        return Sweep(TransferPruning.from_dict(found["base"], f"base in {file}"), found["over"])
 
     def to_yaml(self) -> str:
         """The sweep, as `load` reads it."""
-        import yaml
-
-        # as given, without what the recipe adds: that may depend on the settings which are gone through
-        plain = json.loads(json.dumps({"base": self.base.given, "over": self.over}))
-        return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, default_flow_style=None))
+        # as given: what the recipe fills in may depend on the settings that are gone through
+        parts = {"base": self.base.given, "over": self.over}
+        return "".join(f"{name}:\n{indent(write_yaml(values), '  ')}" for name, values in parts.items())
 
     def run(
         self,
         folder: str | os.PathLike[str],
         *,
-        jobs: int | None = None,
+        jobs: int = 1,
         place: Literal["local", "ray"] = "local",
-        retries: int = 1,
         threads: int | None = None,
         gpus: float = 0,
-        strict: bool = False,
         progress: bool = True,
     ) -> SweepResults:
-        """Carry all runs out, each in a process of its own, or go on with those that are not done.
+        """Carry out all runs that are not done yet. Those that were interrupted, or have failed, are resumed.
 
         Args:
             folder: where the sweep is kept; on a cluster, on storage that all nodes share.
-            jobs: how many runs at once: by default one, and on Ray as many as there is room for.
-            place: this machine, or a Ray cluster.
-            retries: how often a run that fails is tried again, from its last checkpoint.
+            jobs: how many runs at once on this machine; more than one need a process each.
+            place: this machine, or a Ray cluster, which decides by itself how many run at once.
             threads: of each run; by default its share of the processors, and on Ray one.
             gpus: of each run, on Ray.
-            strict: whether to raise when runs have failed, once all others are done.
-            progress: whether to say which runs are done.
+            progress: print which runs are done.
         """
-        _check_numbers(jobs, retries, threads)
+        check_integer("jobs", jobs, 1)
+        if threads is None:
+            share = torch.get_num_threads() if jobs == 1 else max(1, available_cores() // jobs)
+            threads = 1 if place == "ray" else share
+        check_integer("threads", threads, 1)
+        if place not in ("local", "ray"):
+            raise ConfigError(f'place is {place!r}, expected "local" or "ray"')
+        if place == "local" and gpus:
+            raise ConfigError("gpus is for runs on Ray; here, set CUDA_VISIBLE_DEVICES")
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise ConfigError(
+                "a sweep with jobs starts processes that import this file again; put its lines under "
+                'if __name__ == "__main__":'
+            )
         where = Path(folder).absolute()
         with RunFolder(where).locked():
             self._open_(where)
-            gathering = _Gathering(self, where, progress)
-            left = gathering.begin()
-            if left:
-                count = threads or _share_of_processors(jobs, place)
-                todo = [Job.of(n, c, where / n, _log(where, n), count) for n, c in left]
-                at_once = jobs or (1 if place == "local" else len(todo))
-                with _placed(place, count, gpus) as chosen:
-                    carry_out(todo, chosen, at_once=at_once, retries=retries, told=gathering.hear)
-            gathering.write()
-        if strict and gathering.failed:
-            raise RunError("failed", gathering.results().failures())
-        return gathering.results()
+            runs = self.runs()
+            todo = [
+                _Job(name, config, where / name, where / "logs" / f"{name}.txt", threads)
+                for name, config in runs
+                if not (where / name / "results.json").exists()
+            ]
+            ended = _on_ray(todo, threads, gpus) if place == "ray" else _here(todo, jobs)
+            say = print if progress else lambda *_, **__: None
+            say(f"{len(todo)} of {len(runs)} runs to do", file=sys.stderr, flush=True)
+            failed: dict[str, str] = {}
+            with contextlib.closing(ended):  # stops what is running if this is interrupted
+                for number, (name, error) in enumerate(ended, len(runs) - len(todo) + 1):
+                    failed |= {name: error} if error else {}
+                    say(f"[{number}/{len(runs)}] {name}: {error or 'done'}", file=sys.stderr, flush=True)
+                    self._write(where, failed)
+            return self._write(where, failed)
 
     def _open_(self, folder: Path) -> None:
-        """Make the folder this sweep's, or see that it is."""
+        """Make the folder this sweep's, or check that it is."""
         file = folder / "sweep.yaml"
-        if file.exists():
-            self._check_same(Sweep.load(file), folder)
+        if not file.exists():
+            if any(
+                entry.name != ".lock" and not entry.name.startswith(".spalier-") for entry in folder.iterdir()
+            ):
+                raise RunError(
+                    "folder",
+                    f"{str(folder)!a} holds no sweep, and is not empty; expected a new or empty folder",
+                )
+            RunFolder(folder).write(file, self.to_yaml().encode())
             return
-        if any(
-            entry.name != ".lock" and not entry.name.startswith(".spalier-") for entry in folder.iterdir()
-        ):
-            raise RunError(
-                "folder", f"{str(folder)!a} holds no sweep, and is not empty; expected a new or empty folder"
-            )
-        with writing(folder):
-            files.write(file, self.to_yaml().encode())
-
-    def _check_same(self, begun: Sweep, folder: Path) -> None:
+        begun = Sweep.load(file)
         different = {
-            f"over {name}": (begun.over.get(name), self.over.get(name))
+            name: f"over {name} was {begun.over.get(name)} and is {self.over.get(name)}"
             for name in {**begun.over, **self.over}
             if begun.over.get(name) != self.over.get(name)
         }
         if not different:
-            for (_, was), (_, now) in zip(begun.runs(), self.runs(), strict=True):
-                different |= differences(was, now, FREE | set(self.over))
+            different = differences(begun.runs()[0][1], self.runs()[0][1])
         if different:
             raise RunError(
                 "changed",
-                f"the sweep in {str(folder)!a} was begun as another: {in_words(different)}; go on with the one it "
-                "was begun as (its sweep.yaml), or use another folder",
+                f"the sweep in {str(folder)!a} was begun as another: {', '.join(different.values())}; resume "
+                "that one (its sweep.yaml), or use another folder",
             )
 
+    def _write(self, folder: Path, failed: dict[str, str]) -> SweepResults:
+        """Put the tables of what is there so far in place."""
+        rows = []
+        for name, given in self._combinations().items():
+            if (folder / name / "results.json").exists():
+                rows += [_with_settings(name, given, row) for row in Results.load(folder / name).rows]
+        results = SweepResults(folder, tuple(self.over), rows, failed)
+        RunFolder(folder).write(folder / "sweep.csv", results.to_csv().encode())
+        RunFolder(folder).write_json(folder / "sweep.json", results.to_dict())
+        return results
 
-def _checked(over: Any) -> dict[str, tuple[Any, ...]]:
+
+def _checked_values(base: Any, over: Any) -> dict[str, tuple[Any, ...]]:
     """The values to go through, each as its setting wants it."""
+    if not isinstance(base, TransferPruning):
+        raise ConfigError(f"the base is a {type(base).__name__}, expected a TransferPruning")
     if not isinstance(over, Mapping) or not over:
         raise ConfigError(
             f"over is {over!r}, expected lists of values by setting, such as {{'seed': [0, 1]}}"
         )
-    check_known(TransferPruning, over, "over")
+    check_known(over, "over")
     found = {}
     for name, values in over.items():
         if not isinstance(values, list | tuple | range) or not values:
             raise ConfigError(f"over has {values!r} for {name}, expected a list of values")
-        found[name] = tuple(checked(TransferPruning, name, value) for value in values)
+        found[name] = tuple(checked(name, value) for value in values)
         if len({json.dumps(value) for value in found[name]}) < len(values):
             raise ConfigError(f"over has {values!r} for {name}, expected each value once")
     return found
 
 
-def _check_numbers(jobs: int | None, retries: int, threads: int | None) -> None:
-    for name, number, least in (("jobs", jobs, 1), ("retries", retries, 0), ("threads", threads, 1)):
-        if number is not None and (type(number) is not int or number < least):
-            raise ConfigError(f"{name} is {number!r}, expected a whole number of at least {least}")
-
-
-def _name(given: Mapping[str, Any]) -> str:
-    """A name for a folder that is short, safe and no other run's, also where small and capital letters are the same."""
+def _name_of(given: Mapping[str, Any]) -> str:
+    """A folder's name that is short, safe and unique, also where file systems do not tell capital letters apart."""
     texts = {name: _text(value) for name, value in given.items()}
     whole = ",".join(f"{name}={text}" for name, text in texts.items())
-    if len(whole) <= _LONGEST and all(_is_plain(value, texts[name]) for name, value in given.items()):
+    if len(whole) <= _LONGEST_NAME and all(_says_all(value, texts[name]) for name, value in given.items()):
         return whole
     digest = hashlib.blake2b(json.dumps(given).encode(), digest_size=5).hexdigest()
-    return f"{re.sub('[^A-Za-z0-9_.=,-]+', '-', whole)[:_LONGEST]}-{digest}"
+    return f"{re.sub('[^A-Za-z0-9_.=,-]+', '-', whole)[:_LONGEST_NAME]}-{digest}"
 
 
-def _is_plain(value: Any, text: str) -> bool:
-    """True for a text that says which value it was."""
+def _says_all(value: Any, text: str) -> bool:
+    """Whether a text says which value it was."""
     if isinstance(value, str):
         return bool(re.fullmatch("[a-z][a-z0-9_.-]*", text)) and text not in ("null", "true", "false")
     return bool(re.fullmatch("[a-z0-9.-]+", text))
@@ -213,96 +224,147 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
-def _log(folder: Path, name: str) -> Path:
-    return folder / "logs" / f"{name}.txt"
+# carrying runs out
 
 
-def _share_of_processors(jobs: int | None, place: str) -> int:
-    if place == "ray" and jobs is None:
-        return 1
-    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (here or 1) // (jobs or 1))
+@dataclass(frozen=True)
+class _Job:
+    """One run that is to do."""
 
+    name: str
+    config: TransferPruning
+    folder: Path
+    log: Path
+    threads: int
 
-@contextlib.contextmanager
-def _placed(place: str, threads: int, gpus: float) -> Iterator[Place]:
-    if place not in ("local", "ray"):
-        raise ConfigError(f'place is {place!r}, expected "local" or "ray"')
-    if place == "local" and gpus:
-        raise ConfigError("gpus is for runs on Ray; here, set CUDA_VISIBLE_DEVICES")
-    found: Place = Local() if place == "local" else OnRay(threads, gpus)
-    try:
-        yield found
-    finally:
-        found.close()
-
-
-class _Gathering:
-    """The rows of a sweep, as its runs come to an end."""
-
-    def __init__(self, sweep: Sweep, folder: Path, shown: bool) -> None:
-        self.sweep, self.folder, self.shown = sweep, folder, shown
-        self.given = sweep._combinations()
-        self.rows: dict[str, list[Row]] = {}
-        self.failed: dict[str, str] = {}
-
-    def begin(self) -> list[tuple[str, TransferPruning]]:
-        """Take what is done already; the runs that are left."""
-        left = []
-        for name, config in self.sweep.runs():
-            where = RunFolder(self.folder / name)
-            with contextlib.suppress(RunError):  # its process will meet the same, and report it
-                if where.results.exists():
-                    where.open_(config)
-                    self.rows[name] = list(Results.load(where.path).rows)
-            if name not in self.rows:
-                left.append((name, config))
-        self._say(f"{len(left)} of {len(self.given)} runs to do")
-        return left
-
-    def hear(self, name: str, report: Report, attempt: int, again: bool) -> None:
-        """An attempt at a run has ended."""
+    def run(self) -> str:
+        """Carry the run out, or resume it; what went wrong, or nothing."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
         try:
-            if not report.done:
-                raise RunError("failed", report.message)
-            self.rows[name] = list(Results.load(self.folder / name).rows)
-            self.failed.pop(name, None)
-            self._say(f"{name}: done")
-        except RunError as error:
-            self.failed[name] = str(error)
-            self._say(f"{name}: attempt {attempt} failed{', will be tried again' * again}: {error}")
-        self.write()
-
-    def _say(self, text: str) -> None:
-        if self.shown:
-            print(f"[{len(self.rows)}/{len(self.given)}] {text}", file=sys.stderr, flush=True)
-
-    def results(self) -> SweepResults:
-        """What is there so far, in the order of the sweep."""
-        rows = [
-            _row(name, given, row) for name, given in self.given.items() for row in self.rows.get(name, [])
-        ]
-        failed = {name: self.failed[name] for name in self.given if name in self.failed}
-        return SweepResults(self.folder, tuple(self.sweep.over), rows, failed)
-
-    def write(self) -> None:
-        """Put the tables in place, whole."""
-        found = self.results()
-        with writing(self.folder):
-            files.write(self.folder / "sweep.csv", found.to_csv().encode())
-            text = json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n"
-            files.write(self.folder / "sweep.json", text.encode())
+            self.config.run(self.folder)
+        except Exception as error:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            with self.log.open("a") as file:
+                traceback.print_exc(file=file)
+            return f"{type(error).__name__}: {' '.join(str(error).split())}"[:1000]
+        finally:
+            torch.set_num_threads(before)
+        return ""
 
 
-def _row(name: str, given: Mapping[str, Any], row: Row) -> Row:
-    """A row of a run, with the settings that tell it from the others."""
+def _here(todo: Sequence[_Job], jobs: int) -> Generator[tuple[str, str]]:
+    """Carry runs out on this machine: the name of each as it ends, and what went wrong."""
+    if jobs == 1:
+        for job in todo:
+            yield job.name, job.run()
+        return
+    running: list[BaseProcess] = []
+    stopped = threading.Event()
+
+    def attempt(job: _Job) -> str:
+        """A process for each run: one that crashes takes nothing else with it."""
+        context = multiprocessing.get_context("spawn")  # CUDA and threads do not survive a fork
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_in_process, args=(sender, job))
+        process.start()
+        running.append(process)
+        sender.close()  # so that the end of the process is the end of what can be received
+        if stopped.is_set():
+            process.terminate()
+        with contextlib.suppress(EOFError):
+            return str(receiver.recv())
+        process.join()
+        code = process.exitcode or 0
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return f"the process {how}"
+
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = {pool.submit(attempt, job): job.name for job in todo}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:
+                process.terminate()  # a run writes a checkpoint then, and ends
+
+
+def _in_process(sender: Any, job: _Job) -> None:
+    """What the process of a run does."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the sweep too, which then ends its processes
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    job.log.parent.mkdir(parents=True, exist_ok=True)
+    with job.log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sender.send(job.run())
+
+
+def _end_with_parent() -> None:
+    """Write a checkpoint and end when the sweep was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _on_ray(todo: Sequence[_Job], threads: int, gpus: float) -> Generator[tuple[str, str]]:
+    """Carry runs out as tasks of the Ray cluster that this process has joined or RAY_ADDRESS names, or of a new one."""
+    ray = import_optional("ray", "sweeps on Ray")
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not any(node.get("CPU", 0) >= threads and node.get("GPU", 0) >= gpus for node in nodes):
+        # Ray waits for ever, because such a node may still come
+        _LOG.warning("no node of the Ray cluster has %d CPUs and %g GPUs; runs wait for one", threads, gpus)
+    # Ray itself tries again when a worker or a node is lost; each run gets a fresh worker
+    task = ray.remote(num_cpus=threads, num_gpus=gpus, max_retries=2, max_calls=1)(_on_node)
+    variables = {name: value for name, value in os.environ.items() if name.startswith("SPALIER_")}
+    running: dict[Any, str] = {}
+    try:
+        for job in todo:
+            running[task.remote(job, str(Path.cwd()), list(sys.path), variables)] = job.name
+        while running:
+            [ended], _ = ray.wait(list(running))
+            try:
+                error = str(ray.get(ended))
+            except ray.exceptions.RayError as lost:
+                error = f"{type(lost).__name__}: {first_line(lost)}"
+            yield running.pop(ended), error
+    finally:
+        for each in running:
+            ray.cancel(each)  # a run writes a checkpoint then, and ends
+        if running:
+            ray.wait(list(running), num_returns=len(running), timeout=60)
+        if is_ours:
+            ray.shutdown()
+
+
+def _on_node(job: _Job, cwd: str, path: list[str], variables: dict[str, str]) -> str:
+    """One run as a task of Ray, with the modules, the working folder and the variables of the sweep."""
+    sys.path[:] = dict.fromkeys([*path, *sys.path])
+    if Path(cwd).is_dir():
+        os.chdir(cwd)
+    os.environ.update(variables)
+    return job.run()
+
+
+# tables
+
+
+def _with_settings(name: str, given: Mapping[str, Any], row: Row) -> Row:
+    """A row of a run, with the settings that tell it from the others. Row and settings may share names (epochs)."""
     plain = json.loads(json.dumps(given))
-    return {"run": name, **{_column(n, row): value for n, value in plain.items()}, **row}
+    return {"run": name, **{f"{n}_setting" if n in row else n: v for n, v in plain.items()}, **row}
 
 
-def _column(setting: str, row: Row) -> str:
-    """What a setting is called in a row, which may have a number of the same name (epochs, weights)."""
-    return f"{setting}_setting" if setting in row else setting
+def _setting(row: Row, name: str) -> Any:
+    return row[f"{name}_setting"] if f"{name}_setting" in row else row[name]
 
 
 @dataclass(frozen=True)
@@ -314,21 +376,22 @@ class SweepResults:
     """The settings that the sweep goes through."""
     rows: Sequence[Row]
     failed: Mapping[str, str] = field(default_factory=dict)
-    """What the last attempt at each run that failed has said, by the run's name."""
+    """What went wrong in each run that has failed, by its name."""
 
     def __str__(self) -> str:
-        titles = list(self.over)
-        cells = [[_text(_setting(row, name)) for name in self.over] for row in self.rows]
-        own = table(titles, cells).splitlines()
-        width = max(map(len, own))
-        lines = str(Results(self.folder, self.rows)).splitlines()
-        both = [f"{mine.ljust(width)}  {line}" for mine, line in zip(own, lines, strict=True)]
-        return "\n".join([*both, *([self.failures()] if self.failed else [])])
-
-    def failures(self) -> str:
-        """The runs that failed, and why."""
-        lines = [f"{name}: {message} (logs/{name}.txt)" for name, message in self.failed.items()]
-        return "\n".join([f"{len(lines)} failed in {str(self.folder)!a}; run again to try again", *lines])
+        cells = [
+            [
+                *(_text(_setting(row, name)) for name in self.over),
+                *(cell(name, row.get(name)) for name in COLUMNS),
+            ]
+            for row in self.rows
+        ]
+        lines = [table([*self.over, *COLUMNS.values()], cells)]
+        if self.failed:
+            lines.append(
+                f"{len(self.failed)} failed in {str(self.folder)!a}; run the sweep again to resume them"
+            )
+        return "\n".join([*lines, *(f"{name}: {why} (logs/{name}.txt)" for name, why in self.failed.items())])
 
     def to_csv(self) -> str:
         """The rows with all their columns, for a spreadsheet."""
@@ -351,22 +414,42 @@ class SweepResults:
         for row in self.rows:
             key = json.dumps([[_setting(row, name) for name in others], row["target"]])
             groups.setdefault(key, []).append(row)
-        return Summary(tuple(others), [_averaged(others, rows) for rows in groups.values()])
+        return Summary(tuple(others), [_summarised(others, rows) for rows in groups.values()])
 
 
-def _setting(row: Row, name: str) -> Any:
-    return row[f"{name}_setting"] if f"{name}_setting" in row else row[name]
-
-
-def _averaged(others: Iterable[str], rows: Sequence[Row]) -> Row:
-    first = rows[0]
-    found = {name: _setting(first, name) for name in others} | {"target": first["target"]}
+def _summarised(others: Sequence[str], rows: Sequence[Row]) -> Row:
+    found = {name: _setting(rows[0], name) for name in others} | {"target": rows[0]["target"]}
     for name in _MEASURED:
-        values = [row[name] for row in rows if row[name] is not None]
-        found[f"{name}_mean"] = statistics.fmean(values) if values else None
-        found[f"{name}_deviation"] = statistics.stdev(values) if len(values) > 1 else None
-        found[f"{name}_count"] = len(values)
+        of = mean([row[name] for row in rows if row[name] is not None])
+        found[f"{name}_mean"] = None if of is None else of.value
+        found[f"{name}_deviation"] = None if of is None else of.deviation
+        found[f"{name}_count"] = 0 if of is None else of.count
     return found
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A number over several runs."""
+
+    value: float
+    deviation: float | None
+    """The standard deviation, with n - 1; None for one run."""
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.1f}" if self.deviation is None else f"{self.value:.1f} ± {self.deviation:.1f}"
+
+
+def mean(values: Sequence[float]) -> Mean | None:
+    """The mean of some values; None of nothing.
+
+    >>> str(mean([50.0, 70.0])), mean([])
+    ('60.0 ± 14.1', None)
+    """
+    if not values:
+        return None
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return Mean(statistics.fmean(values), deviation, len(values))
 
 
 @dataclass(frozen=True)
@@ -377,20 +460,18 @@ class Summary:
     rows: Sequence[Row]
 
     def __str__(self) -> str:
-        shown = [
-            [*(_text(row[name]) for name in self.settings), f"{row['target']:g}", *_cells(row)]
-            for row in self.rows
-        ]
-        return table([*self.settings, "target", *(t for n in _MEASURED for t in (n, "±", "of"))], shown)
+        titles = [*self.settings, "target", *(title for name in _MEASURED for title in (name, "±", "of"))]
+        return table(titles, [self._cells(row) for row in self.rows])
+
+    def _cells(self, row: Row) -> list[str]:
+        cells = [*(_text(row[name]) for name in self.settings), f"{row['target']:g}"]
+        for name in _MEASURED:
+            shares = [row[f"{name}_mean"], row[f"{name}_deviation"]]
+            cells += ["-" if share is None else f"{share:.1%}" for share in shares] + [
+                str(row[f"{name}_count"])
+            ]
+        return cells
 
     def to_csv(self) -> str:
         """The rows with all their columns, for a spreadsheet."""
         return rows_to_csv(self.rows)
-
-
-def _cells(row: Row) -> Iterator[str]:
-    for name in _MEASURED:
-        for kind in ("mean", "deviation"):
-            value = row[f"{name}_{kind}"]
-            yield "-" if value is None else f"{value:.1%}"
-        yield str(row[f"{name}_count"])

@@ -14,17 +14,14 @@ import os
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+import torch
 
-import torch  # noqa: E402
-from carry_out import RESULTS, Place, carry_out, write  # noqa: E402
-from cells import experiments, in_order  # noqa: E402
-from measures import counts, latency, speeds, storage  # noqa: E402
-from page import write_page  # noqa: E402
-from protocol import WEIGHTS, protocol_of  # noqa: E402
-
-import spalier as sp  # noqa: E402
+import spalier as sp
+from experiments.paper.carry_out import HERE, RESULTS, Place, carry_out, write
+from experiments.paper.cells import experiments, in_order
+from experiments.paper.measures import counts, latency, speeds, storage
+from experiments.paper.page import write_page
+from experiments.paper.protocol import WEIGHTS, protocol_of
 
 MEASURES = {"counts": counts, "speeds": speeds, "latency": latency, "storage": storage}
 """What is no run: counts of the paper's network, how fast networks learn, how fast those that were learned are."""
@@ -72,7 +69,7 @@ def _measured(what: str, place: Place) -> int:
     """What is no run: counts, latencies, and the page itself."""
     try:
         if what == "page":
-            write_page(HERE.parent.parent / "docs", place.results, place.protocol)
+            write_page(HERE.parents[1] / "docs", place.results, place.protocol)
         else:
             write(place.results / f"{what}.json", MEASURES[what](place))
     except (sp.errors.SpalierError, OSError) as error:
@@ -100,7 +97,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1, help="threads of this process")
     parser.add_argument("--list", action="store_true", help="name the cells, and run none")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

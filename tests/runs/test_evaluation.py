@@ -14,7 +14,7 @@ import spalier as sp
 from spalier.criteria.score import score
 from spalier.data import open_data
 from spalier.pruning.plan import Plan
-from spalier.runs.looking import _counts, examples, spread
+from spalier.runs.evaluation import _counts, example_images, score_histograms
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +67,11 @@ def test_units_that_are_gone_are_not_counted():
     name = next(iter(scores.layers))
     units = len(scores.of(name))
     plan = Plan(scores.structure, {name: range(2)})
-    found = spread(scores, plan)
+    found = score_histograms(scores, plan)
     assert sum(found["streams"][name]["kept"]) == 2
     assert sum(found["streams"][name]["removed"]) == units - 2
     sp.prune_(net, plan)
-    again = spread(score(net, criterion="weight"), Plan(scores.structure, {name: range(1)}))
+    again = score_histograms(score(net, criterion="weight"), Plan(scores.structure, {name: range(1)}))
     assert sum(again["streams"][name]["kept"]) == 1
     assert sum(again["streams"][name]["removed"]) == 1
 
@@ -80,7 +80,7 @@ def test_examples_are_the_surest_of_each_kind():
     data = open_data("digits", classes=list("012"), max_train_samples=60)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 3)).eval()
-    found, png = examples(net, data.test, lambda images: images, 16)
+    found, png = example_images(net, data.test, lambda images: images, 16)
     images, labels = data.test.fetch(np.arange(len(data.test)), None)
     probabilities = net(images).softmax(1).detach()
     for right in (False, True):
@@ -110,7 +110,7 @@ def test_samples_that_are_no_images_have_no_examples():
         def fetch(self, indices, epoch):
             return torch.zeros(4, 7), torch.zeros(4, dtype=torch.long)
 
-    assert examples(nn.Linear(7, 2), Rows(), lambda x: x, 2) is None
+    assert example_images(nn.Linear(7, 2), Rows(), lambda x: x, 2) is None
 
 
 def test_classes_at_the_end_of_a_large_part_are_seen_too():
@@ -127,7 +127,7 @@ def test_classes_at_the_end_of_a_large_part_are_seen_too():
             return torch.rand(len(indices), 3, 4, 4), torch.from_numpy(self.labels[indices])
 
     net = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
-    found, _ = examples(net.eval(), Sorted(), lambda x: x, 64)
+    found, _ = example_images(net.eval(), Sorted(), lambda x: x, 64)
     assert {item["label"] for item in found["items"]} == {0, 1, 2}
 
 
@@ -136,7 +136,7 @@ def test_free_writers_are_counted_one_by_one():
     sp.attach_(net, sp.SPLoRA(rank=1), head="fc", example=torch.zeros(2, 3, 8, 8))
     scores = score(net, criterion="weight")
     plan = sp.select(net, scores, channels=0.4, writers="free")
-    found = spread(scores, plan)["streams"]
+    found = score_histograms(scores, plan)["streams"]
     assert {name: sum(counts["kept"]) for name, counts in found.items()} == {
         name: len(plan.keep.get(name, range(sum(counts["kept"]) + sum(counts["removed"]))))
         for name, counts in found.items()

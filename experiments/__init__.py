@@ -1,0 +1,1 @@
+"""Experiments with Spalier, and what came out of them."""

@@ -1,0 +1,297 @@
+"""How good a network is, and what is written of a block: its row, details, score histograms and example images."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from spalier.adapters.kinds import ADAPTERS
+from spalier.criteria.score import Scores, normalised
+from spalier.data import Split
+from spalier.errors import ConfigError
+from spalier.networks import logits_of
+from spalier.pruning.plan import Plan
+from spalier.runs.checkpoint import Position
+from spalier.runs.processes import sum_over_ranks
+from spalier.runs.settings import Settings
+from spalier.runs.step import cross_entropy
+from spalier.tasks.task import Task
+from spalier.text import import_optional
+from spalier.timing import finished, lower_quartile, time_call
+
+_BINS = 40
+_TILE = 64
+_EXAMPLES = 8
+_EXAMPLES_FROM = 512  # looking at more would take longer than the figure is worth
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss and the confusions of a network on some samples."""
+
+    loss: float
+    confusion: list[list[int]]
+    """How many samples of each class (row) were taken for each (column)."""
+
+    @property
+    def samples(self) -> int:
+        """How many there were."""
+        return sum(map(sum, self.confusion))
+
+    @property
+    def accuracy(self) -> float:
+        """The share that is right."""
+        return sum(row[i] for i, row in enumerate(self.confusion)) / max(self.samples, 1)
+
+
+@torch.no_grad()
+def evaluate(
+    net: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    classes: int,
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    teacher: nn.Module | None = None,
+) -> Evaluation:
+    """Run a network in eval mode, over all ranks. With a teacher, its guesses are the labels, for data without any."""
+    confusion = torch.zeros(classes * classes + 1, dtype=torch.float64, device=device)
+    for images, labels in batches:
+        images, labels = images.to(device), labels.to(device)
+        with autocast():
+            logits = logits_of(net(images))
+            if teacher is not None:
+                labels = logits_of(teacher(images)).argmax(1)
+        confusion[-1] += cross_entropy(logits, labels).double()
+        pairs = labels * classes + logits.argmax(1)
+        confusion[:-1] += torch.bincount(pairs, minlength=classes * classes)
+    confusion = sum_over_ranks(confusion)
+    counts = confusion[:-1].view(classes, classes).long()
+    return Evaluation(float(confusion[-1]) / max(int(counts.sum()), 1), counts.tolist())
+
+
+@torch.no_grad()
+def latency_ms(net: nn.Module, example: Tensor) -> float:
+    """Milliseconds that one sample takes, here and now."""
+    return round(1000 * lower_quartile(time_call(finished(lambda: net(example), example.device))), 4)
+
+
+# blocks
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block that is done."""
+
+    position: Position
+    target: float
+    task: Task
+    validation: Evaluation | None
+    test: Evaluation | None
+    plan: Plan | None
+
+    def row(self) -> dict[str, Any]:
+        """The numbers that are the same each time the run is made."""
+        density = self.task.info.density
+        return {
+            "task": self.task.name,
+            "block": self.position.block,
+            "target": self.target,
+            "channels": _share(density.channels),
+            "weights": _share(density.weights),
+            "macs": _share(density.macs),
+            "parameters": None if density.weights is None else density.weights[0],
+            "macs_left": None if density.macs is None else density.macs[0],
+            "learned": self.task.info.learned,
+            "validation": None if self.validation is None else self.validation.accuracy,
+            "test": None if self.test is None else self.test.accuracy,
+            "test_loss": None if self.test is None else self.test.loss,
+            "epochs": self.position.epochs,
+            "steps": self.position.step,
+        }
+
+    def details(self, row: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+        """The row with confusions and the units that are kept."""
+        seen = {"validation": self.validation, "test": self.test}
+        return {
+            "row": row,
+            "classes": list(classes),
+            "confusion": {name: None if e is None else e.confusion for name, e in seen.items()},
+            "kept": {} if self.plan is None else {n: list(units) for n, units in self.plan.keep.items()},
+            "ranks": {} if self.plan is None else {n: len(units) for n, units in self.plan.ranks.items()},
+        }
+
+
+def _share(pair: tuple[int, int] | None) -> float | None:
+    return None if pair is None else pair[0] / pair[1]
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """A plan as JSON can hold it; ``Plan(structure, **found)`` makes it again."""
+    return {
+        "keep": {name: list(units) for name, units in plan.keep.items()},
+        "writers": plan.writers,
+        "ranks": {name: list(units) for name, units in plan.ranks.items()},
+    }
+
+
+def share_left(task: Task, budget: str) -> float:
+    """How much of the base a task has left, in terms of a budget; 1 where the task does not say."""
+    share = _share(getattr(task.info.density, budget, None))
+    return 1.0 if share is None else share
+
+
+def check_start_task(config: Settings, task: Task) -> None:
+    """Refuse to begin with a task that the settings do not describe."""
+    found = task.info.adapter
+    if found["kind"] != ADAPTERS[config.method].__name__:
+        learned_with = next(name for name, kind in ADAPTERS.items() if kind.__name__ == found["kind"])
+        raise ConfigError(
+            f"method is {config.method!r}, and start_task was learned with {learned_with!r}; set that"
+        )
+    if found.get("rank", config.rank) != config.rank:
+        raise ConfigError(f"rank is {config.rank}, and start_task has rank {found['rank']}; set that")
+    left = share_left(task, config.budget)
+    above = [target for target in config.targets() if config.budget != "bytes" and target >= left]
+    if above:
+        raise ConfigError(
+            f"start_task has {left:.1%} of the {config.budget} left, and {above[0]:g} is asked for; "
+            "expected lower densities"
+        )
+
+
+def row_in_words(row: dict[str, Any]) -> str:
+    """A row in a line, for the progress."""
+    shares = {
+        name: "-" if row[name] is None else f"{row[name]:.1%}"
+        for name in ("channels", "macs", "validation", "test")
+    }
+    return (
+        f"{row['task']}: {shares['channels']} of channels, {shares['macs']} of MACs, {row['learned']:,} learned, "
+        f"validation {shares['validation']}, test {shares['test']}"
+    )
+
+
+# score histograms
+
+
+def score_histograms(scores: Scores, plan: Plan) -> dict[str, Any]:
+    """How many units of each score stay and go, stream by stream, in bins that all streams share.
+
+    Bins are even in the logarithm. Before them comes one for what is below, zero and negative scores included, and
+    behind them one for what is above.
+    """
+    found: dict[str, Any] = {}
+    for name, layers in scores.layers.items():
+        if plan.writers == "free" and len(layers) > 1:  # each keeps channels of its own
+            found |= {layer: normalised(values, scores.normalise) for layer, values in layers.items()}
+        else:
+            found[name] = scores.of(name)
+    everything = np.concatenate([values[~np.isnan(values)] for values in found.values()])
+    positive = everything[everything > 0]
+    low, high = (positive.min(), positive.max()) if len(positive) else (0.1, 1.0)
+    edges = np.geomspace(low, high if high > low else 2 * low, _BINS + 1)
+    streams = {}
+    for name, values in found.items():
+        stays = np.zeros(len(values), bool)
+        stays[list(plan.keep.get(name, range(len(values))))] = True
+        alive = ~np.isnan(values)
+        streams[name] = {
+            "kept": _counts(values[alive & stays], edges),
+            "removed": _counts(values[alive & ~stays], edges),
+        }
+    return {
+        "criterion": scores.criterion,
+        "samples": scores.samples,
+        "edges": edges.tolist(),
+        "streams": streams,
+    }
+
+
+def _counts(values: Any, edges: Any) -> list[int]:
+    """Counts below, in and above bins; the highest score of all is in the last bin, not above it.
+
+    >>> _counts(np.array([-1.0, 1.0, 1.5, 4.0]), np.array([1.0, 2.0, 4.0]))
+    [1, 2, 1, 0]
+    """
+    places = np.searchsorted(edges, values, side="right")
+    places[values == edges[-1]] = len(edges) - 1
+    counted: list[int] = np.bincount(places, minlength=len(edges) + 1).tolist()
+    return counted
+
+
+# example images
+
+
+@torch.no_grad()
+def example_images(
+    net: nn.Module, split: Split, to_device: Callable[[Tensor], Tensor], batch_size: int
+) -> tuple[dict[str, Any], bytes] | None:
+    """A few samples that the network is surest of, wrong ones and right ones, and their images as one PNG.
+
+    None where samples are no images, or have no labels.
+    """
+    indices = np.sort(np.random.default_rng(0).permutation(len(split))[:_EXAMPLES_FROM])
+    if (
+        not len(indices)
+        or bool((split.labels < 0).any())
+        or not _are_images(split.fetch(indices[:1], None)[0])
+    ):
+        return None
+    starts = range(0, len(indices), batch_size)
+    batches = (to_device(split.fetch(indices[i : i + batch_size], None)[0]) for i in starts)
+    logits = torch.cat([logits_of(net(images)).float().cpu() for images in batches])
+    labels = torch.from_numpy(split.labels[indices])
+    sure, guess = logits.softmax(1).max(1)
+    is_right = guess == labels
+    chosen = [*_surest(sure, labels, ~is_right), *_surest(sure, labels, is_right)]
+    items = [
+        {"label": int(labels[i]), "guess": int(guess[i]), "confidence": round(float(sure[i]), 4)}
+        for i in chosen
+    ]
+    tiles, side = _tiles(split.fetch(indices[np.array(chosen, np.int64)], None)[0])
+    return {"side": side, "columns": _EXAMPLES, "items": items}, _png(tiles, side)
+
+
+def _are_images(samples: Tensor) -> bool:
+    return samples.dim() == 4 and samples.shape[1] in (1, 3) and samples.dtype.is_floating_point
+
+
+def _surest(sure: Tensor, labels: Tensor, among: Tensor) -> list[int]:
+    """The samples that the network is surest of, the first of every class before the second of any."""
+    seen: dict[int, int] = {}
+    ranked = []
+    for i in torch.argsort(sure, descending=True, stable=True).tolist():
+        if among[i]:
+            label = int(labels[i])
+            seen[label] = seen.get(label, 0) + 1
+            ranked.append((seen[label], i))
+    return [i for _, i in sorted(ranked, key=lambda pair: pair[0])][:_EXAMPLES]  # which keeps ties in order
+
+
+def _tiles(images: Tensor) -> tuple[Tensor, int]:
+    """Images as bytes of at most so many pixels, each stretched over the whole range of grey."""
+    low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
+    scaled = (images - low) / (high - low).clamp_min(1e-12)
+    side = min(_TILE, max(images.shape[2:]))
+    scaled = torch.nn.functional.interpolate(scaled, (side, side), mode="area")
+    pixels = (scaled * 255).round().to(torch.uint8).expand(-1, 3, -1, -1)
+    return pixels.permute(0, 2, 3, 1), side  # (images, side, side, 3)
+
+
+def _png(tiles: Tensor, side: int) -> bytes:
+    """Tiles side by side, a row of them after the other."""
+    rows = -(-len(tiles) // _EXAMPLES)
+    sheet = np.zeros((rows * side, _EXAMPLES * side, 3), np.uint8)
+    for number, tile in enumerate(tiles.numpy()):
+        y, x = divmod(number, _EXAMPLES)
+        sheet[y * side : (y + 1) * side, x * side : (x + 1) * side] = tile
+    out = io.BytesIO()
+    import_optional("PIL.Image", "example images").fromarray(sheet).save(out, "PNG", optimize=True)
+    return out.getvalue()

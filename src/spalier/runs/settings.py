@@ -1,0 +1,602 @@
+"""`Settings`: everything that says what a run does, as plain data; recipes for those that nobody gives.
+
+One name in Python, in YAML and TOML files, and in ``--set NAME=VALUE``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import json
+import math
+import os
+import re
+import textwrap
+import tomllib
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from spalier.adapters.kinds import ADAPTERS
+from spalier.criteria.criterion import Criterion, Random
+from spalier.criteria.score import CRITERIA
+from spalier.errors import ConfigError, TaskFileError
+from spalier.scheduling import agp
+from spalier.tasks.format import check_name
+from spalier.text import import_optional
+
+BY_RECIPE: Any = None
+"""The default of settings that the recipe fills in."""
+RECIPES: dict[str, dict[str, Any]] = {
+    "paper": {
+        "epochs": 30,
+        "epochs_per_prune": 20,
+        "batch_size": 256,
+        "optimizer": "sgd",
+        "lr": 0.01,
+        "scale_lr": True,
+        "weight_decay": 5e-4,
+        "weight_decay_norms": True,
+        "lr_schedule": "step",
+        "schedule": "iterative",
+        "final_density": 0.05,
+        "writers": "free",
+        "recovery": "none",
+    },
+    "fast": {
+        "epochs": 8,
+        "epochs_per_prune": 4,
+        "batch_size": 64,
+        "optimizer": "adamw",
+        "lr": 1e-2,
+        "scale_lr": False,
+        "weight_decay": 1e-4,
+        "weight_decay_norms": False,
+        "lr_schedule": "cosine",
+        "densities": (0.7, 0.5, 0.3, 0.2, 0.1),
+        "writers": "coupled",
+        "recovery": "norms",
+    },
+}
+"""``paper`` is section 4 of *Structured Pruning Adapters*, as its text has it. ``fast`` is for small data."""
+RESUMABLE = frozenset({"num_workers", "cache_folder", "data_folder", "checkpoint_seconds", "trackers"})
+"""Settings that do not change what comes out, so a run may be resumed with other values of them."""
+SELECT_OPTIONS = ("normalise", "aggregate", "min_keep", "round_to", "protect", "rank")
+_SMALL_IMAGES = ("CIFAR10", "CIFAR100", "FashionMNIST", "KMNIST", "MNIST", "SVHN", "USPS")
+_SMALL_DATA = ("digits", *(f"torchvision:{name}" for name in _SMALL_IMAGES))
+_TWO_STEMS = ("resnet18", "resnet34", "resnet50")
+_LONGEST_SUFFIX = "-1000000000B"  # what a task's name may have behind the run's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of a run.
+
+    Those that nobody gives are filled in by the recipe, and a run's file says what they came to.
+
+    Args: Data
+        data: digits, torchvision:NAME, hf:NAME or folder:PATH.
+        data_folder: where data sets are; by default $SPALIER_DATA, or ./data.
+        image_size: the side of the images in pixels; by default as the data set has it.
+        classes: the classes to learn; by default all.
+        max_train_samples: use at most so many training samples.
+        validation_split: the share of the training samples to validate on.
+        labels: false to learn from the teacher alone, without labels.
+        augment: shift and flip training images.
+        skip_bad: leave out files that cannot be read, and list them in the results.
+        cache_folder: a folder for decoded images; by default they are kept in memory.
+        num_workers: processes that load data; 0 loads in the run's own process.
+
+    Args: Network
+        network: resnet8 to resnet50, torchvision:NAME, timm:NAME, hf:NAME or module:function.
+        network_options: more arguments of its constructor; ResNets get a small stem for up to 64 pixels.
+        weights: a file of pretrained weights: safetensors, or .pth with nothing but tensors.
+        head: the name of the classifier's module; by default it is looked for.
+        start_task: a task file to prune further, instead of training a first block.
+
+    Args: Adapter
+        method: splora, sppara, lora, or fine-pruning, the baseline that learns all weights.
+        rank: the adapters' rank; a float is a share of each layer's largest rank.
+        adapter_options: more arguments of the adapter: kernel, cap, init_range.
+
+    Args: Pruning
+        criterion: what units are scored by: taylor, weight, gradient, lrp, random...
+        criterion_options: more arguments of the criterion, such as literal.
+        densities: the densities to prune to, falling; bytes where that is the budget.
+        schedule: iterative or agp, instead of a list of densities.
+        final_density: where a schedule ends.
+        prune_step: how much the iterative schedule removes each time.
+        prune_steps: in how many steps the agp schedule goes.
+        budget: what densities are shares of: channels, weights, macs or latency; or bytes.
+        ranking: global, or local to rank each layer by itself.
+        writers: coupled, or free to let each layer of a residual stream keep channels of its own.
+        select_options: more arguments of select: normalise, aggregate, min_keep, round_to, protect, rank.
+        score_samples: how many training samples units are scored on.
+        recovery: what each prune restores in closed form: none, norms (batch statistics) or all.
+        recovery_samples: on how many samples; they are in memory all at once.
+
+    Args: Training
+        recipe: fast, for small data, or paper, section 4 of the paper.
+        epochs: epochs of the first block, before the first prune.
+        epochs_per_prune: epochs after each prune.
+        final_epochs: epochs after the last prune; by default as after each.
+        batch_size: samples in a batch, of all processes together.
+        optimizer: sgd or adamw.
+        lr: the learning rate at the start of each block.
+        scale_lr: take lr as that of a batch of 256, and scale it with the batch size.
+        lr_schedule: step (a fifth after each quarter of a block), cosine or constant.
+        warmup_epochs: epochs at the start of each block over which the learning rate rises.
+        momentum: the momentum of SGD.
+        weight_decay: weight decay.
+        weight_decay_norms: whether norms and biases decay too.
+        keep_optimizer: keep the optimizer's state across prunes, cut to size, instead of a new one.
+        label_smoothing: label smoothing.
+        grad_clip: the largest norm of the gradient.
+        ema_decay: decay of a moving average of what is learned; a block ends with the average.
+        validate_every: epochs between validations; 0 validates at the end of a block only.
+        keep_best: end a block with its best epoch on the validation samples, not its last.
+        teacher: a task file to learn from, or "self" for the network before its first prune.
+        distill_weight: the teacher's share of the loss.
+        temperature: the temperature of distillation.
+        mixed_precision: no, bf16 or fp16.
+        channels_last: the memory layout; by default channels last on CPUs only.
+        deterministic: use PyTorch's deterministic algorithms.
+        seed: seeds the data's order, augmentation, dropout and new weights.
+
+    Args: Output
+        name: what task files are called, before the density; by default the data's name.
+        checkpoint_seconds: how much work may be lost at most when a run is killed.
+        trackers: names that Accelerate knows; auto is TensorBoard where it is installed.
+
+    >>> config = Settings(recipe="paper", data="torchvision:CIFAR10", rank=32)
+    >>> config.epochs, config.lr, config.targets()[:3], len(config.targets())
+    (30, 0.01, (0.95, 0.9, 0.85), 19)
+    """
+
+    data: str = "digits"
+    data_folder: str | None = None
+    image_size: int | None = None
+    classes: tuple[str, ...] | None = None
+    max_train_samples: int | None = None
+    validation_split: float = 0.1
+    labels: bool = True
+    augment: bool = True
+    skip_bad: bool = False
+    cache_folder: str | None = None
+    num_workers: int = 0
+
+    network: str = "resnet18"
+    network_options: dict[str, Any] = field(default_factory=dict)
+    weights: str | None = None
+    head: str | None = None
+    start_task: str | None = None
+
+    method: Literal["splora", "sppara", "lora", "fine-pruning"] = "splora"
+    rank: int | float = 8
+    adapter_options: dict[str, Any] = field(default_factory=dict)
+
+    criterion: str = "taylor"
+    criterion_options: dict[str, Any] = field(default_factory=dict)
+    densities: tuple[float, ...] | None = BY_RECIPE
+    schedule: Literal["iterative", "agp"] | None = BY_RECIPE
+    final_density: float | None = BY_RECIPE
+    prune_step: float = 0.05
+    prune_steps: int = 5
+    budget: Literal["channels", "weights", "macs", "latency", "bytes"] = "channels"
+    ranking: Literal["global", "local"] = "global"
+    writers: Literal["coupled", "free"] = BY_RECIPE
+    select_options: dict[str, Any] = field(default_factory=dict)
+    score_samples: int = 1024
+    recovery: Literal["none", "norms", "all"] = BY_RECIPE
+    recovery_samples: int = 256
+
+    recipe: Literal["fast", "paper"] = "fast"
+    epochs: int = BY_RECIPE
+    epochs_per_prune: int = BY_RECIPE
+    final_epochs: int = BY_RECIPE
+    batch_size: int = BY_RECIPE
+    optimizer: Literal["sgd", "adamw"] = BY_RECIPE
+    lr: float = BY_RECIPE
+    scale_lr: bool = BY_RECIPE
+    lr_schedule: Literal["step", "cosine", "constant"] = BY_RECIPE
+    warmup_epochs: float = 0.0
+    momentum: float = 0.9
+    weight_decay: float = BY_RECIPE
+    weight_decay_norms: bool = BY_RECIPE
+    keep_optimizer: bool = False
+    label_smoothing: float = 0.0
+    grad_clip: float | None = None
+    ema_decay: float | None = None
+    validate_every: int = 0
+    keep_best: bool = False
+    teacher: str | None = None
+    distill_weight: float = 0.5
+    temperature: float = 2.0
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    channels_last: bool | None = None
+    deterministic: bool = False
+    seed: int = 0
+
+    name: str = BY_RECIPE
+    checkpoint_seconds: float = 60.0
+    trackers: tuple[str, ...] = ("auto",)
+
+    filled: InitVar[Mapping[str, Any] | None] = None
+    """What the recipe came to, of a run that was begun: used instead of asking the recipe again."""
+
+    def __post_init__(self, filled: Mapping[str, Any] | None) -> None:
+        given = {each.name: checked(each.name, getattr(self, each.name)) for each in fields(self)}
+        if filled is None:
+            filled = _filled(given)
+        else:
+            check_known(filled, "filled")
+            filled = {name: checked(name, value) for name, value in filled.items()}
+        for name, value in {**given, **filled, "_given": copy.deepcopy(given), "_filled": filled}.items():
+            object.__setattr__(self, name, value)
+        _check(self)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """The settings in a YAML or TOML file, or those of a run's folder."""
+        file = Path(path) / "run.yaml" if Path(path).is_dir() else Path(path)
+        return cls.from_dict(read_settings(file), str(file))
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any], where: str = "the mapping") -> Self:
+        """Settings by name; unknown names are refused, with what they may have meant."""
+        check_known(given, where)
+        return cls(**given)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings as they were given, None where the recipe fills them in."""
+        return copy.deepcopy(dict(vars(self)["_given"]))
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some settings changed. Those that nobody gave follow the recipe again.
+
+        >>> Settings(rank=8).replace(seed=3).seed
+        3
+        """
+        check_known(changes, "replace")
+        return type(self)(**{**self.given, **changes})
+
+    def to_yaml(self) -> str:
+        """The settings as `load` reads them: what was given, group by group, then what the recipe filled in."""
+        parts = []
+        for group, entries in setting_groups().items():
+            parts.append(f"# {group}\n" + write_yaml({name: self.given[name] for name, _, _ in entries}))
+        filled = textwrap.indent(write_yaml(vars(self)["_filled"]), "  ")
+        return "\n".join([*parts, f"# what the recipe filled in\nfilled:\n{filled}"])
+
+    def targets(self) -> tuple[float, ...]:
+        """The densities after the first block, falling."""
+        if self.densities is not None:
+            return self.densities
+        end = self.final_density
+        assert end is not None
+        if self.schedule == "agp":
+            found = [agp(i / self.prune_steps, end=end) for i in range(1, self.prune_steps + 1)]
+        else:
+            steps = math.ceil((1 - end) / self.prune_step - 1e-9)  # 0.95 / 0.05 is a little more than 19
+            found = [max(end, 1 - i * self.prune_step) for i in range(1, steps + 1)]
+        return tuple(round(density, 6) for density in found if density < 1)
+
+    def epochs_of(self, block: int) -> int:
+        """How many epochs a block has. Block 0 comes before the first prune."""
+        if block == 0 and self.start_task is not None:
+            return 0
+        if block == len(self.targets()) > 0:
+            return self.final_epochs
+        return self.epochs if block == 0 else self.epochs_per_prune
+
+    def make_adapter(self) -> Any:
+        """The adapter of the method, with its rank and options."""
+        options = dict(self.adapter_options)
+        if self.method in ("splora", "lora"):
+            options["rank"] = self.rank
+        try:
+            return ADAPTERS[self.method](**options)
+        except TypeError as error:
+            raise ConfigError(f"adapter_options do not fit {self.method}: {error}") from error
+
+    def make_criterion(self, block: int) -> Criterion:
+        """The criterion of one block. Random scores differ from block to block."""
+        options = dict(self.criterion_options)
+        if CRITERIA[self.criterion] is Random:
+            options.setdefault("seed", seed_of(self.seed, "random", block))
+        try:
+            made: Criterion = CRITERIA[self.criterion](**options)
+        except TypeError as error:
+            raise ConfigError(f"criterion_options do not fit {self.criterion}: {error}") from error
+        return made
+
+    @property
+    def initial_lr(self) -> float:
+        """The learning rate at the start of a block."""
+        return self.lr * self.batch_size / 256 if self.scale_lr else self.lr
+
+
+def setting_groups() -> dict[str, list[tuple[str, Any, str]]]:
+    """All settings by group: the name of each, its default and a line of help.
+
+    >>> setting_groups()["adapter"][1]
+    ('rank', 8, "the adapters' rank; a float is a share of each layer's largest rank.")
+    """
+    defaults = Settings().given | dict.fromkeys(set().union(*RECIPES.values()), "by recipe")
+    groups: dict[str, list[tuple[str, Any, str]]] = {}
+    entries: list[tuple[str, Any, str]] = []
+    for line in (Settings.__doc__ or "").splitlines():
+        if heading := re.fullmatch(r" *Args: (\w+)", line):
+            entries = groups.setdefault(heading[1].lower(), [])
+        elif entry := re.fullmatch(r" {8}(\w+): (.+)", line):
+            entries.append((entry[1], defaults[entry[1]], entry[2]))
+    # python -OO strips docstrings, and with them groups and help
+    return groups or {"settings": [(name, default, "") for name, default in defaults.items()]}
+
+
+def seed_of(*parts: int | str) -> int:
+    """A seed of 63 bits that depends on every part: randomness is a function of where a run is, with no state to save.
+
+    >>> seed_of(0, "step", 1) != seed_of(0, "step", 2)
+    True
+    """
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def differences(was: Settings, now: Settings, ignored: frozenset[str] = RESUMABLE) -> dict[str, str]:
+    """The settings that differ, in words, by name.
+
+    >>> differences(Settings(rank=4), Settings(rank=8))
+    {'rank': 'rank was 4 and is 8'}
+    """
+    names = [each.name for each in fields(was) if each.name not in ignored]
+    return {
+        name: f"{name} was {getattr(was, name)!r} and is {getattr(now, name)!r}"
+        for name in names
+        if _plain(getattr(was, name)) != _plain(getattr(now, name))
+    }
+
+
+# recipes
+
+
+def _filled(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What follows from the recipe and other settings, for those that were not given."""
+    recipe, found = given["recipe"], dict(RECIPES[given["recipe"]])
+    has_schedule = given["schedule"] is not None or given["final_density"] is not None
+    if given["densities"] is not None or given["budget"] == "bytes":  # bytes have to be listed
+        for name in ("schedule", "final_density", "densities"):
+            found.pop(name, None)
+    elif recipe == "fast" and has_schedule:
+        del found["densities"]
+        found |= {"schedule": "iterative", "final_density": 0.1}
+    if recipe == "paper" and given["data"] == "torchvision:Flowers102":
+        found |= {"epochs": 100, "epochs_per_prune": 50}  # a smaller set, of larger images
+    if recipe == "fast" and given["method"] == "fine-pruning":
+        found["lr"] = 1e-3  # whole weights move further at the same rate than two thin factors do
+    per_prune = given["epochs_per_prune"]
+    found["final_epochs"] = found["epochs_per_prune"] if per_prune is None else per_prune
+    found["name"] = _name_of(given["data"])
+    found = {name: value for name, value in found.items() if given[name] is None}
+    size = given["image_size"]
+    is_small = size <= 64 if size is not None else given["data"] in _SMALL_DATA
+    if is_small and given["network"] in _TWO_STEMS and "stem" not in given["network_options"]:
+        found["network_options"] = {**given["network_options"], "stem": "cifar"}
+    return found
+
+
+def _name_of(data: str) -> str:
+    """A task's name from the data's: letters, digits and dashes."""
+    last = Path(data.partition(":")[2] or data).name
+    kept = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in last).strip("-_")
+    return kept[:60] or "task"
+
+
+# checks
+
+
+_RANGES: list[tuple[str, Callable[[float], bool], tuple[str, ...]]] = [
+    ("at least 1", lambda x: x >= 1, ("prune_steps", "score_samples", "recovery_samples", "batch_size")),
+    ("at least 0", lambda x: x >= 0, ("epochs", "epochs_per_prune", "final_epochs", "num_workers")),
+    (
+        "at least 0",
+        lambda x: x >= 0,
+        ("validate_every", "weight_decay", "warmup_epochs", "checkpoint_seconds"),
+    ),
+    ("more than 0", lambda x: x > 0, ("lr", "grad_clip", "temperature", "image_size", "max_train_samples")),
+    ("a number in [0, 1)", lambda x: 0 <= x < 1, ("validation_split", "momentum", "label_smoothing")),
+    ("a number in (0, 1]", lambda x: 0 < x <= 1, ("prune_step", "final_density", "distill_weight")),
+    ("a number in (0, 1)", lambda x: 0 < x < 1, ("ema_decay",)),
+    ("a number from 0 to less than 2**63", lambda x: 0 <= x < 2**63, ("seed",)),
+]
+
+
+def _check(config: Settings) -> None:
+    """Refuse settings that no run can have, before anything is set up."""
+    for expected, fits, names in _RANGES:
+        for name in names:
+            value = getattr(config, name)
+            if value is not None and not fits(value):
+                raise ConfigError(f"{name} is {value!r}, expected {expected}")
+    try:
+        check_name(config.name + _LONGEST_SUFFIX)
+    except TaskFileError as error:
+        raise ConfigError(f"name: {error}") from error
+    if config.criterion not in CRITERIA:
+        raise ConfigError(f"criterion is {config.criterion!r}, expected one of {', '.join(CRITERIA)}")
+    for name in sorted(set(config.select_options) - set(SELECT_OPTIONS)):
+        raise ConfigError(f"select_options has {name!r}, expected some of {', '.join(SELECT_OPTIONS)}")
+    for name in sorted({"name", "classes", "weights", "seed"} & set(config.network_options)):
+        raise ConfigError(f"network_options has {name!r}, which is a setting of the run; set it there")
+    _check_densities(config)
+    knows_nothing = config.teacher == "self" and config.start_task is None
+    if not config.labels and (config.teacher is None or knows_nothing):
+        raise ConfigError(
+            'labels is false; expected a teacher: a task file, or "self" together with start_task'
+        )
+    if config.keep_best and not config.validation_split:
+        raise ConfigError("keep_best is true, which needs validation_split above 0")
+    config.make_adapter()
+    config.make_criterion(0)
+
+
+def _check_densities(config: Settings) -> None:
+    densities = config.densities
+    if densities is None:
+        if config.budget == "bytes":
+            raise ConfigError("the budget is bytes, so densities has to list them, such as [300000, 100000]")
+        return
+    if config.schedule is not None or config.final_density is not None:
+        raise ConfigError("densities is given, and schedule or final_density too; expected one or the other")
+    for density in densities:
+        if config.budget == "bytes" and (density < 1 or density != int(density)):
+            raise ConfigError(f"densities has {density!r}, expected whole numbers of bytes")
+        if config.budget != "bytes" and not 0 < density < 1:
+            raise ConfigError(f"densities has {density!r}, expected shares above 0 and below 1")
+    if list(densities) != sorted(set(densities), reverse=True):
+        raise ConfigError(f"densities is {list(densities)}, expected falling numbers, each once")
+
+
+def check_known(given: Mapping[str, Any], where: str) -> None:
+    """Refuse names that are no settings, with the nearest that is one."""
+    known = [each.name for each in fields(Settings)]
+    for name in given:
+        if name not in known and name != "filled":
+            close = get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"expected some of {', '.join(known)}"
+            raise ConfigError(f"{where} has {name!r}, which is no setting; {hint}")
+
+
+# types by annotation
+
+
+_HINTS = get_type_hints(Settings)
+
+
+def checked(name: str, value: Any) -> Any:
+    """A value as the setting's annotation says: lists become tuples, numbers of numpy plain ones."""
+    if value is None and getattr(Settings, name, ...) is None:  # the default; tables have none on the class
+        return None
+    try:
+        return _converted(_HINTS[name], value)
+    except ValueError:
+        raise ConfigError(f"{name} is {value!r}, expected {_words(_HINTS[name])}") from None
+
+
+def _converted(expected: Any, value: Any) -> Any:
+    """The value as a type; ValueError where it is of another one."""
+    origin, arguments = get_origin(expected), get_args(expected)
+    if origin in (Union, types.UnionType):
+        for each in arguments:
+            with contextlib.suppress(ValueError):
+                return _converted(each, value)
+    elif origin is Literal:
+        if isinstance(value, str) and value in arguments:
+            return value
+    elif origin is tuple:
+        if isinstance(value, list | tuple):
+            return tuple(_converted(arguments[0], each) for each in value)
+    elif origin is dict:
+        if isinstance(value, Mapping):
+            with contextlib.suppress(TypeError):
+                return _plain(dict(value))
+    else:
+        return _scalar(expected, value)
+    raise ValueError
+
+
+def _scalar(expected: Any, value: Any) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if expected is str and isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if expected is float:
+        if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
+            value = float(value)  # YAML takes 1e-3 for text
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+    if type(value) is not expected or (expected is float and not math.isfinite(value)):
+        raise ValueError
+    return value
+
+
+def _words(expected: Any) -> str:
+    origin, arguments = get_origin(expected), get_args(expected)
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_words, arguments))
+    if origin is Literal:
+        return " or ".join(map(repr, arguments))
+    if origin is tuple:
+        return f"a list of {_words(arguments[0])}"
+    if expected is types.NoneType:
+        return "nothing"
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    return names.get(expected, "a table of plain values")
+
+
+# files
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML or TOML file."""
+    try:
+        text = path.read_text("utf-8").removeprefix("\ufeff")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        raise ConfigError(f"{path} cannot be read: {reason}; expected a YAML or TOML file") from error
+    try:
+        found = tomllib.loads(text) if path.suffix.lower() == ".toml" else _read_yaml(path, text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from error
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise ConfigError(f"{path} holds a {type(found).__name__}, expected settings by name")
+    return found
+
+
+def _read_yaml(path: Path, text: str) -> Any:
+    yaml = import_optional("yaml", "YAML files")
+
+    class Strict(yaml.SafeLoader):  # type: ignore[misc, name-defined]
+        """Refuses a key that is there twice, where YAML would take the last one."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            for twice in (key for i, key in enumerate(keys) if key in keys[:i]):
+                raise yaml.YAMLError(f"{twice!r} is there twice")
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Strict)
+    except (yaml.YAMLError, RecursionError, TypeError) as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+
+
+def write_yaml(values: Mapping[str, Any]) -> str:
+    """Plain values as YAML, each in a line of its own; those that are None or empty tables are left out."""
+    yaml = import_optional("yaml", "YAML files")
+    # YAML reads these as ends of lines, and PyYAML writes them as they are unless all text is escaped
+    readable = not any(mark in repr(values) for mark in ("\\x85", "\\u2028", "\\u2029"))
+    options = {"sort_keys": False, "allow_unicode": readable, "width": 100}
+    lines = []
+    for name, value in _plain(values).items():
+        if value not in (None, {}):
+            inline = (
+                None if isinstance(value, dict | list) else False
+            )  # PyYAML's None: only inner values inline
+            lines.append(yaml.safe_dump({name: value}, default_flow_style=inline, **options))
+    return "".join(lines)
+
+
+def _plain(value: Any) -> Any:
+    """A copy as JSON and YAML have it: tuples become lists."""
+    return json.loads(json.dumps(value))
