@@ -184,7 +184,7 @@ def test_what_is_read_is_not_written_over(half, spalier, tmp_path):
 def test_weights_that_moved_are_named(ran, half, spalier, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(ran, copy)
-    settings = (copy / "run.yaml").read_text().replace("weights: null", "weights: gone.safetensors")
+    settings = f"weights: gone.safetensors\n{(copy / 'run.yaml').read_text()}"
     (copy / "run.yaml").write_text(settings)
     called = spalier("eval", copy)
     assert called.code == 1
