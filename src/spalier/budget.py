@@ -1,34 +1,41 @@
-"""What is left of a network where these units and components stay: counted from shapes alone, nothing is run.
+"""What a network will be where these units and components stay: counted by `Meter`, or measured by `Latency`.
 
-From scores to an order: which units go first.
+`Meter` counts from shapes alone and runs nothing, so `select` can ask it again and again. Multiply-accumulates are
+known by the costs that the walk over the graph noted at every contraction. Where these do not explain what `count`
+finds now (recurrent layers, einsum), a copy is pruned and counted.
+
+`Latency` times the layers at a grid of widths. That table says where to look, and the pruned network itself is measured
+there.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
-from typing import Any, Literal
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from statistics import median
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor, nn
 
+from spalier.adapters.attach import detach_, fuse
 from spalier.adapters.attachment import attachment_of, is_marked, owners_of
-from spalier.adapters.forward import updates
 from spalier.adapters.geometry import is_norm
-from spalier.adapters.kinds import LowRank
-from spalier.counting import count
-from spalier.criteria.criterion import Normalise
-from spalier.criteria.score import Aggregate, Floats, Scores, normalised
+from spalier.adapters.kinds import LowRank, Update
+from spalier.counting import Count, count
+from spalier.distributed import from_first_rank
 from spalier.errors import BudgetError, SpalierError
-from spalier.pruning.cuts import cuts_of
-from spalier.pruning.plan import Kept, Plan, Prediction, Writers, kept_of
+from spalier.pruning.cuts import Indices, cut_geometry, cuts_of
+from spalier.pruning.plan import MARK, Kept, Plan, Prediction, kept_of, whole
 from spalier.pruning.prune import prune_
-from spalier.structure.labels import Ints, Mask
+from spalier.structure.capture import arguments, copied
 from spalier.structure.structure import Structure
+from spalier.timing import take_turns
 
 Ranks = Mapping[str, int]
 """How many components of each adapter stay, by the path of its layer."""
@@ -39,14 +46,13 @@ class Meter:
 
     def __init__(self, net: nn.Module, structure: Structure) -> None:
         self.net, self.structure = net, structure
-        self.kept = kept_of(net, structure)
-        self._uncounted = ""
-        """Why nothing can be counted, if so."""
-        self.whole = Kept(tuple(np.ones(s.size, bool) for s in structure.streams), {})
+        self.kept, self.whole = kept_of(net, structure), whole(structure)
         self.owners = owners_of(net, structure.names)
         self.writers = sorted(
             {(m.tensor, m.axis) for s in structure.streams for m in s.members if m.role == "writer"}
         )
+        self._uncounted = ""
+        """Why multiply-accumulates cannot be counted, if so."""
 
     # the sizes that budgets are about
 
@@ -56,7 +62,7 @@ class Meter:
 
     def parameters(self, kept: Kept) -> int:
         """Parameters of the fused network."""
-        return sum(math.prod(self._sizes(kept, name)) for name in self.structure.parameters)
+        return sum(self._numel(kept, name) for name in self.structure.parameters)
 
     def macs(self, kept: Kept) -> int:
         """Multiply-accumulates of one sample of the example; what the structure does not know of stays as it is."""
@@ -69,11 +75,25 @@ class Meter:
 
     def task_bytes(self, kept: Kept, ranks: Ranks) -> int:
         """What a task file holds in float32: learned parameters, statistics of norms, and a bit for each unit."""
-        bits = [s.size for s in self.structure.streams] + [
-            self.structure.streams[w.stream].size for w in self.structure.writers if w.name in kept.writers
-        ]
+        streams = self.structure.streams
+        bits = [stream.size for stream in streams]
+        bits += [streams[self.structure.free_writers[name]].size for name in kept.writers]
         masks = sum(math.ceil(size / 8) for size in bits)
         return 4 * (self.learned(kept, ranks) + self._statistics(kept)) + masks
+
+    def learned(self, kept: Kept, ranks: Ranks) -> int:
+        """Parameters that learn: adapters, norms, head."""
+        cuts = cuts_of(self.structure, self.kept, kept)
+        total, seen = 0, set()
+        for name, owners in self.owners.items():
+            tensor = owners[0].tensor
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                total += self._numel(kept, name)
+            for update in (owner.update for owner in owners):
+                if update is not None and update not in seen:  # tied weights share theirs
+                    seen.add(update)
+                    total += _left_of(update, tensor, cuts.get(name), ranks.get(self._paths[update]))
+        return total
 
     def densities(self) -> dict[str, tuple[int, int] | None]:
         """What is left of the base, and of how much: channels, weights, and MACs where they can be counted."""
@@ -84,93 +104,43 @@ class Meter:
             "macs": (self.macs(self.kept), self.macs(self.whole)) if known else None,
         }
 
+    def predict(self, plan: Plan, kept: Kept) -> Prediction:
+        """All of it, for a plan and what it leaves."""
+        ranks = {name: len(components) for name, components in plan.ranks.items()}
+        macs = base = None
+        if self._counted is not None and not self._unknown:
+            macs, base = self.macs(kept), self.macs(self.whole)
+        elif self._counted is not None:
+            twin = copy.deepcopy(self.net)
+            prune_(twin, plan, check=False)
+            macs = count(twin, self.structure.example).macs
+        return Prediction(
+            channels=self.channels(kept),
+            channels_base=self.channels(self.whole),
+            parameters=self.parameters(kept),
+            parameters_base=self.parameters(self.whole),
+            learned=self.learned(kept, ranks),
+            bytes=self._bytes(kept),
+            macs=macs,
+            macs_base=base,
+            task_bytes=self.task_bytes(kept, ranks) if is_marked(self.net) else None,
+        )
+
     # details
 
     def _sizes(self, kept: Kept, tensor: str) -> list[int]:
         return [int(mask.sum()) for mask in kept.of(self.structure, tensor)]
+
+    def _numel(self, kept: Kept, tensor: str) -> int:
+        return math.prod(self._sizes(kept, tensor))
 
     def _terms(self, kept: Kept) -> int:
         tensors = {cost.tensor for cost in self.structure.costs if cost.tensor}
         sizes = {name: self._sizes(kept, name) for name in tensors}
         return sum(cost.left(kept.streams, sizes) for cost in self.structure.costs)
 
-    def learned(self, kept: Kept, ranks: Ranks) -> int:
-        """Parameters that learn: adapters, norms, head."""
-        cuts = cuts_of(self.structure, self.kept, kept)
-        total, seen = 0, set()
-        for name, owners in self.owners.items():
-            tensor = owners[0].tensor
-            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                total += math.prod(self._sizes(kept, name))
-            for owner in owners:
-                update = updates(owner.module).get(owner.key)
-                if update is not None and update not in seen:
-                    seen.add(update)
-                    total += self._left_of(update, tensor, cuts.get(name), ranks.get(self._paths[update]))
-        return total
-
     @cached_property
-    def _paths(self) -> dict[Any, str]:
-        if not is_marked(self.net):
-            return {}
-        found: dict[Any, str] = {}
-        for entry in attachment_of(self.net).updated:
-            found.setdefault(entry.update, entry.path)
-        return found
-
-    def _left_of(self, update: Any, weight: Tensor, indices: Any, rank: int | None) -> int:
-        """How many numbers of an update are left."""
-        sizes = {parameter: list(parameter.shape) for parameter in update.parameters()}
-        if indices is not None:
-            shape = tuple(weight.shape)
-            first, second = (
-                np.arange(n) if i is None else i for n, i in zip(shape[:2], indices[:2], strict=True)
-            )
-            _, outputs, inputs = update.geometry.cut(first, second)
-            for parameter, left in update.cuts(outputs, inputs):
-                sizes[parameter] = [
-                    n if i is None else len(i) for n, i in zip(parameter.shape, left, strict=False)
-                ] + [*parameter.shape[len(left) :]]
-        if rank is not None and isinstance(update, LowRank):
-            for factor in (update.down, update.up):
-                sizes[factor][0] = rank
-        return sum(math.prod(size) for size in sizes.values())
-
-    def _statistics(self, kept: Kept) -> int:
-        """Running means and variances of norms."""
-        return sum(
-            math.prod(self._sizes(kept, name))
-            for name, owners in self.owners.items()
-            if owners[0].place == "_buffers" and is_norm(owners[0].module) and self._is_float(name)
-        )
-
-    def _is_float(self, name: str) -> bool:
-        owner = self.owners[name][0]
-        tensor = owner.tensor
-        return tensor.is_floating_point()
-
-    def _bytes(self, kept: Kept) -> int:
-        total = 0
-        for name, owners in self.owners.items():
-            tensor = owners[0].tensor
-            total += math.prod(self._sizes(kept, name)) * tensor.element_size()
-        for writer in self.structure.writers:  # a gather holds the place of each channel of the stream
-            if writer.name in kept.writers:
-                total += 8 * int(kept.streams[writer.stream].sum())
-        return total
-
-    @cached_property
-    def _unknown(self) -> int:
-        """What `count` finds now beside what the structure knows of: recurrent layers, say."""
-        return 0 if self._counted is None else self._counted.macs * self._samples - self._terms(self.kept)
-
-    @cached_property
-    def _samples(self) -> int:
-        found = None if self._counted is None else self._counted.samples
-        return found or 1
-
-    @cached_property
-    def _counted(self) -> Any:
+    def _counted(self) -> Count | None:
         """What the network computes now; None where the example is gone or does not say."""
         if self.structure.example is None:
             self._uncounted = "it was traced elsewhere, and there is no example"
@@ -181,166 +151,150 @@ class Meter:
             self._uncounted = str(error)
             return None
 
-    def predict(self, plan: Plan, kept: Kept) -> Prediction:
-        """All of it, for a plan and what it leaves."""
-        ranks = {name: len(components) for name, components in plan.ranks.items()}
-        macs, base = self._macs_after(plan, kept)
-        return Prediction(
-            self.channels(kept),
-            self.channels(self.whole),
-            self.parameters(kept),
-            self.parameters(self.whole),
-            self.learned(kept, ranks),
-            self._bytes(kept),
-            macs,
-            base,
-            self.task_bytes(kept, ranks) if is_marked(self.net) else None,
-        )
+    @cached_property
+    def _samples(self) -> int:
+        return (self._counted.samples if self._counted else None) or 1
 
-    def _macs_after(self, plan: Plan, kept: Kept) -> tuple[int | None, int | None]:
-        if self._counted is None:
-            return None, None
-        if not self._unknown:
-            return self.macs(kept), self.macs(self.whole)
-        # some operation is counted otherwise than the structure says (recurrent layers, einsum): prune a copy and look
-        twin = copy.deepcopy(self.net)
-        prune_(twin, plan, check=False)
-        return count(twin, self.structure.example).macs, None
+    @cached_property
+    def _unknown(self) -> int:
+        """What `count` finds now beside what the structure knows of: recurrent layers, say."""
+        macs = self._counted.macs if self._counted else None
+        return 0 if macs is None else macs * self._samples - self._terms(self.kept)
 
+    @cached_property
+    def _paths(self) -> dict[Update, str]:
+        found: dict[Update, str] = {}
+        for entry in attachment_of(self.net).updated if is_marked(self.net) else ():
+            found.setdefault(entry.update, entry.path)
+        return found
 
-Ranking = Literal["global", "local"]
+    def _statistics(self, kept: Kept) -> int:
+        """Running means and variances of norms."""
+        norms = [
+            name
+            for name, (owner, *_) in self.owners.items()
+            if owner.place == "_buffers" and is_norm(owner.module) and owner.tensor.is_floating_point()
+        ]
+        return sum(self._numel(kept, name) for name in norms)
 
-
-@dataclass(frozen=True)
-class Group:
-    """Units that are ranked with each other in one layer: those of a stream, of a free writer, or of a bottleneck."""
-
-    name: str
-    size: int
-    """How many units the base has."""
-    order: Ints
-    """The units that are left, the least one first."""
-    scores: Floats
-    """Their scores, in that order."""
-    ends: Ints
-    """How many are gone after each step."""
-
-    def mask(self, steps: int) -> Mask:
-        """What stays after so many steps."""
-        mask = np.zeros(self.size, bool)
-        gone = self.ends[steps - 1] if steps else 0
-        mask[self.order[gone:]] = True
-        return mask
+    def _bytes(self, kept: Kept) -> int:
+        sizes = {name: owners[0].tensor.element_size() for name, owners in self.owners.items()}
+        total = sum(self._numel(kept, name) * size for name, size in sizes.items())
+        for name in kept.writers:  # a gather holds the place of each channel of the stream, as an int64
+            total += 8 * int(kept.streams[self.structure.free_writers[name]].sum())
+        return total
 
 
-def group(name: str, scores: Floats, *, min_keep: int = 1, multiple: int = 1) -> Group:
-    """Order a layer's units; NaN is a unit that is gone. Of equal ones the later goes first.
-
-    A step takes one unit, or as many as it takes to a width that is a multiple.
-
-    >>> group("layer", np.array([3.0, 1.0, 2.0, 1.0, np.nan]), min_keep=2)
-    Group(name='layer', size=5, order=array([3, 1, 2, 0]), scores=array([1., 1., 2., 3.]), ends=array([1, 2]))
-    """
-    alive = np.flatnonzero(~np.isnan(scores))
-    order = alive[np.lexsort((-alive, scores[alive]))]
-    least = max(min(min_keep, len(order)), 1)
-    least = math.ceil(least / multiple) * multiple
-    widths = (
-        np.arange((len(order) - 1) // multiple * multiple, least - 1, -multiple)
-        if len(order)
-        else np.array([])
-    )
-    ends = (len(order) - widths).astype(np.int64)
-    return Group(name, len(scores), order, scores[order], ends)
+def _left_of(update: Update, weight: Tensor, indices: Indices | None, rank: int | None) -> int:
+    """How many numbers of an update are left."""
+    sizes = {parameter: list(parameter.shape) for parameter in update.parameters()}
+    if indices is not None:
+        _, outputs, inputs = cut_geometry(update, weight.shape, indices)
+        for parameter, left in update.cuts(outputs, inputs):
+            for axis, index in enumerate(left):
+                sizes[parameter][axis] = parameter.shape[axis] if index is None else len(index)
+    if rank is not None and isinstance(update, LowRank):
+        for factor in (update.down, update.up):
+            sizes[factor][0] = rank
+    return sum(math.prod(size) for size in sizes.values())
 
 
-def unit_groups(
-    structure: Structure,
-    scores: Scores,
-    kept: Kept,
-    *,
-    writers: Writers,
-    normalise: Normalise | None,
-    aggregate: Aggregate,
-    min_keep: int,
-    round_to: int,
-    protected: set[str],
-) -> list[Group]:
-    """The units of every stream, or of every free writer, but for those that are protected."""
-    free = {w.name: structure.streams[w.stream].name for w in structure.writers} if writers == "free" else {}
-    made = []
-    for stream in structure.streams:
-        own = [name for name, into in free.items() if into == stream.name]
-        multiple = _multiple(structure, stream.name, round_to)
-        values = {
-            name: _of_writer(scores, stream.name, name, kept, normalise)
-            for name in own
-            if name not in protected
-        }
-        if not own and f"stream:{stream.name}" not in protected:
-            values = {stream.name: scores.of(stream.name, normalise, aggregate)}
-        for name, value in values.items():
-            made.append(group(name, value, min_keep=min_keep, multiple=multiple))
-    return made
+# budgets of time
+
+GRID = (0.125, 0.25, 0.5, 1.0)
+"""The shares of a layer's inputs and outputs at which it is timed."""
+ATTEMPTS = 3
+"""How often what was measured corrects the table."""
+Floats = npt.NDArray[np.float64]
 
 
-def _of_writer(scores: Scores, stream: str, writer: str, kept: Kept, normalise: Normalise | None) -> Floats:
-    how = normalise or scores.normalise
-    parts = scores.layers[stream]
-    value = normalised(parts[writer], how) if writer in parts else scores.of(stream, how)
-    if writer in kept.writers:
-        value = np.where(kept.writers[writer], value, np.nan)
-    return value
+class Latency:
+    """Times layers of other widths, and whole networks."""
 
+    def __init__(self, net: nn.Module, meter: Meter, example: Any) -> None:
+        self.net, self.meter = net, meter
+        self.example = copied(meter.structure.example if example is None else example)
+        if self.example is None:
+            raise BudgetError("a budget of latency needs an example batch; pass example=")
+        self.base = _base_of(net)
+        # times differ from rank to rank, and plans must not
+        found: tuple[dict[str, Floats], float] = from_first_rank(self._measured_layers)
+        self.layers, self.rest = found
 
-def _multiple(structure: Structure, stream: str, round_to: int) -> int:
-    """Of how many units a multiple has to stay so that widths are multiples of ``round_to``."""
-    found = structure[stream]
-    member = next((m for m in found.members if m.role == "writer"), found.members[0])
-    first = np.flatnonzero(member.units == 0)
-    several = len(structure.axes[member.tensor, member.axis]) > 1
-    if several and len(first) > 1 and first[-1] - first[0] >= len(first):
-        return round_to  # positions of heads, where heads may go too: each head is as wide as it has to be
-    return round_to // math.gcd(round_to, max(len(first), 1))
+    def search(
+        self, most: int, plan_at: Callable[[int], Plan], kept_at: Callable[[int], Kept], share: float
+    ) -> tuple[int, float, float]:
+        """How many steps bring the measured time within its share, that time, and the unpruned network's."""
+        total = self._looked_up(self.meter.whole)
+        correction = 1.0
+        tried: dict[int, tuple[float, float]] = {}
+        for _ in range(ATTEMPTS):
+            limit = share * total / correction
+            found = first_step(most, lambda n, limit=limit: self._looked_up(kept_at(n)) <= limit)  # type: ignore[misc]
+            steps = most if found is None else found
+            if steps in tried:
+                break
+            small, base = tried[steps] = self._measured(plan_at(steps), total)
+            correction = (small / base) / max(self._looked_up(kept_at(steps)) / total, 1e-9)
+            if 0.95 * share <= small / base <= share:
+                break
+        while not _within(tried, share) and max(tried) < most:  # the table was too hopeful: go on
+            steps = min(most, max(tried) + max(1, most // 20))
+            tried[steps] = self._measured(plan_at(steps), total)
+        reached = _within(tried, share)
+        if not reached:
+            least = min(small / base for small, base in tried.values())
+            raise BudgetError(
+                f"latency={share} cannot be reached: with all that may go gone, {least:.3f} was measured; "
+                "ask for that or more"
+            )
+        small, base = tried[min(reached)]
+        if small >= 0.98 * base:
+            warnings.warn(
+                f"the plan will not be faster: {1e3 * small:.2f} ms were measured, and {1e3 * base:.2f} ms without it; "
+                "on this machine something other than the number of channels takes the time",
+                stacklevel=4,
+            )
+        return min(reached), small, base
 
+    def _measured(self, plan: Plan, total: float) -> tuple[float, float]:
+        found: tuple[float, float] = from_first_rank(lambda: self._timed(plan, total))
+        return found
 
-class Order:
-    """All steps of all groups in one row, the least one first; a prefix of it is a plan."""
+    def _timed(self, plan: Plan, total: float) -> tuple[float, float]:
+        """Seconds of the pruned and of the unpruned network, in turns."""
+        small = _plain(self.net)  # fused: it has no adapters any more, so ranks say nothing
+        prune_(small, Plan(plan.structure, plan.keep, writers=plan.writers), check=False)
+        if self.base is None:
+            return seconds([small], self.example)[0], total
+        fast, slow = seconds([small, self.base], self.example)
+        return fast, slow
 
-    def __init__(self, groups: Sequence[Group], ranking: Ranking) -> None:
-        self.groups = groups
-        keys, owner = [], []
-        for number, each in enumerate(groups):
-            keys.append(_keys(each, ranking))
-            owner.append(np.full(len(each.ends), number))
-        key = np.concatenate(keys) if keys else np.array([])
-        place = np.concatenate(owner) if owner else np.array([], np.int64)
-        steps = np.concatenate([np.arange(len(g.ends)) for g in groups]) if groups else place
-        self._row = place[np.lexsort((steps, place, key))]
+    def _measured_layers(self) -> tuple[dict[str, Floats], float]:
+        """For each layer, seconds at each point of the grid; and what is left of the whole network's time."""
+        net = _plain(self.net)
+        known: dict[Any, Floats] = {}
+        layers: dict[str, Floats] = {}
+        for name, (layer, shape) in _layer_inputs(net, self.example).items():
+            key = (repr(layer), shape)  # equal layers are timed once
+            if key not in known:
+                known[key] = _timed_grid(layer, shape)
+            layers[name] = known[key]
+        (total,) = seconds([net], self.example)
+        return layers, max(total - sum(float(grid[-1, -1]) for grid in layers.values()), 0.0)
 
-    def __len__(self) -> int:
-        return len(self._row)
-
-    def masks(self, steps: int) -> dict[str, Mask]:
-        """What every group keeps after so many steps."""
-        taken = np.bincount(self._row[:steps], minlength=len(self.groups))
-        return {g.name: g.mask(int(n)) for g, n in zip(self.groups, taken, strict=True)}
-
-
-def _keys(each: Group, ranking: Ranking) -> Floats:
-    """When each step is due: by its units' mean score, or by the share of the layer that it leaves."""
-    if ranking == "local":
-        gone_before = each.size - len(each.order)
-        shares: Floats = (gone_before + each.ends) / each.size
-        return shares
-    starts = [0, *each.ends.tolist()]
-    means = [each.scores[a:b].mean() for a, b in pairwise(starts)]
-    return np.maximum.accumulate(np.array(means)) if means else np.array([])
-
-
-def components(importances: Mapping[str, Floats], min_rank: int = 1) -> list[Group]:
-    """The components of every adapter's bottleneck."""
-    return [group(name, values, min_keep=min_rank) for name, values in importances.items()]
+    def _looked_up(self, kept: Kept) -> float:
+        """What the table says of a network with these units."""
+        structure, now = self.meter.structure, self.meter.kept
+        found = 0.0
+        for name, grid in self.layers.items():
+            tensor = structure.names[f"{name}.weight"]
+            left, had = (k.of(structure, tensor) for k in (kept, now))
+            out, into = (float(left[axis].sum() / had[axis].sum()) for axis in (0, 1))
+            # linear in both shares between the points of the grid; below the least, as at the least
+            found += float(np.interp(out, GRID, [np.interp(into, GRID, row) for row in grid]))
+        share = self.meter.channels(kept) / max(self.meter.channels(now), 1)  # norms, activations, sums
+        return found + self.rest * share
 
 
 def first_step(most: int, holds: Callable[[int], bool]) -> int | None:
@@ -352,3 +306,77 @@ def first_step(most: int, holds: Callable[[int], bool]) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
     return low
+
+
+def _within(tried: dict[int, tuple[float, float]], share: float) -> list[int]:
+    return [steps for steps, (small, base) in tried.items() if small <= share * base]
+
+
+def _plain(net: nn.Module) -> nn.Module:
+    """A copy to time: fused, in eval mode; it still knows what it has left of its base."""
+    return (fuse(net) if is_marked(net) else copy.deepcopy(net)).eval()
+
+
+def _base_of(net: nn.Module) -> nn.Module | None:
+    """The unpruned network, if it can be had."""
+    if MARK not in net.__dict__:
+        return _plain(net)
+    if not is_marked(net):
+        return None
+    twin = copy.deepcopy(net)
+    detach_(twin)
+    return twin.eval()
+
+
+@torch.no_grad()
+def seconds(nets: list[nn.Module], example: Any, rounds: int = 9) -> list[float]:
+    """The median time of one forward of each network, measured in turns."""
+    args, kwargs = arguments(example)
+    calls = {str(number): partial(net, *args, **kwargs) for number, net in enumerate(nets)}
+    return [median(times) for _, times in take_turns(calls, rounds=rounds).values()]
+
+
+def _layer_inputs(net: nn.Module, example: Any) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """The plain convolutions and linear layers that run, and the shapes of what they take."""
+    found: dict[str, tuple[Any, tuple[int, ...]]] = {}
+    handles = []
+    for name, module in net.named_modules():
+        is_layer = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear)
+        if is_layer and getattr(module, "groups", 1) == 1:
+
+            def note(layer: nn.Module, args: Any, name: str = name) -> None:
+                if args and isinstance(args[0], Tensor):
+                    found.setdefault(name, (layer, tuple(args[0].shape)))
+
+            handles.append(module.register_forward_pre_hook(note))
+    args, kwargs = arguments(example)
+    try:
+        with torch.no_grad():
+            net(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+@torch.no_grad()
+def _timed_grid(layer: Any, shape: tuple[int, ...]) -> Floats:
+    """Seconds of a layer at each share of its outputs and inputs, all of them in turns."""
+    axis = len(shape) - 1 if isinstance(layer, nn.Linear) else len(shape) - layer.weight.dim() + 1
+    calls = {}
+    for out, into in ((out, into) for out in GRID for into in GRID):
+        outputs, inputs = (
+            max(1, round(share * size))
+            for share, size in zip((out, into), layer.weight.shape[:2], strict=True)
+        )
+        narrow = copy.copy(layer)
+        narrow._parameters = {
+            **layer._parameters,
+            "weight": nn.Parameter(layer.weight[:outputs, :inputs].clone(), requires_grad=False),
+            "bias": None if layer.bias is None else nn.Parameter(layer.bias[:outputs].clone(), False),
+        }
+        size = [inputs if a == axis else n for a, n in enumerate(shape)]
+        x = torch.ones(size, dtype=layer.weight.dtype, device=layer.weight.device)
+        calls[f"{out} {into}"] = partial(narrow.forward, x)  # past hooks: a gather behind it, say
+    times = [median(each) for _, each in take_turns(calls, rounds=3).values()]
+    return np.array(times).reshape(len(GRID), len(GRID))

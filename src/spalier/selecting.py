@@ -1,229 +1,36 @@
-"""Budgets of time: measured layer costs say where to look, and the pruned network itself is measured there.
+"""`select`: from scores and a budget to a plan.
 
-`select`: from scores and a budget to a plan.
+A budget is a prefix: all steps of all layers lie in one row, the least first (`Order`), and a bisection finds the
+shortest prefix whose size is within the budget. Local ranking is the same with each layer's own share as the key, and
+rounding makes steps of several units.
 """
 
 from __future__ import annotations
 
-import copy
-import time
-import warnings
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from spalier.adapters.attach import Names, detach_, fuse, select_named
+from spalier.adapters.attach import Names, select_named
 from spalier.adapters.attachment import attachment_of, is_marked
 from spalier.adapters.kinds import LowRank
-from spalier.budget import Meter, Order, Ranking, components, first_step, unit_groups
+from spalier.budget import Latency, Meter, first_step
 from spalier.criteria.criterion import Normalise
-from spalier.criteria.score import AGGREGATIONS, NORMALISATIONS, Aggregate, Floats, Scores
-from spalier.distributed import assert_same_on_every_rank, from_first_rank
+from spalier.criteria.score import Aggregate, Floats, Scores, normalised
+from spalier.distributed import assert_same_on_every_rank
 from spalier.errors import BudgetError, ConfigError, PlanError
-from spalier.pruning.plan import MARK, Kept, Plan, Writers, narrowed
-from spalier.pruning.prune import prune_
-from spalier.structure.capture import arguments, copied
-from spalier.structure.labels import Mask
+from spalier.pruning.plan import Kept, Plan, Writers, narrowed
+from spalier.structure.labels import Ints, Mask
 from spalier.structure.structure import Structure, structure_of
+from spalier.text import check_integer
 
-GRID = (0.125, 0.25, 0.5, 1.0)
-"""The shares of a layer's inputs and outputs at which it is timed."""
-ROUNDS = 3
-ATTEMPTS = 3
-"""How often what was measured corrects the table."""
-
-
-class Latency:
-    """Times layers of other widths, and whole networks."""
-
-    def __init__(self, net: nn.Module, meter: Meter, example: Any) -> None:
-        self.net, self.meter = net, meter
-        self.example = copied(meter.structure.example if example is None else example)
-        if self.example is None:
-            raise BudgetError("a budget of latency needs an example batch; pass example=")
-        self.base = _base_of(net)
-        self.table: dict[str, Any] = from_first_rank(self._measured_layers)
-
-    def search(
-        self, most: int, plan_at: Callable[[int], Plan], kept_at: Callable[[int], Kept], share: float
-    ) -> tuple[int, float, float]:
-        """How many steps bring the measured time within its share, that time, and the unpruned network's.
-
-        The table says where to look, and what is measured there corrects it.
-        """
-        scale, best = 1.0, most
-        whole = self._looked_up(self.meter.whole)
-        tried: dict[int, tuple[float, float]] = {}
-        for _ in range(ATTEMPTS):
-            limit = share * whole / scale
-            steps = first_step(most, lambda n, limit=limit: self._looked_up(kept_at(n)) <= limit)  # type: ignore[misc]
-            best = most if steps is None else steps
-            if best in tried:
-                break
-            small, base = tried[best] = self._measured(plan_at(best), whole)
-            scale = (small / base) / max(self._looked_up(kept_at(best)) / whole, 1e-9)
-            if 0.95 * share <= small / base <= share:
-                break
-        while not _within(tried, share) and max(tried) < most:  # the table was too hopeful: go on
-            best = min(most, max(tried) + max(1, most // 20))
-            tried[best] = self._measured(plan_at(best), whole)
-        reached = _within(tried, share)
-        if not reached:
-            small, base = min(tried.values(), key=lambda pair: pair[0] / pair[1])
-            raise BudgetError(
-                f"latency={share} cannot be reached: with all that may go gone, {small / base:.3f} was measured; "
-                "ask for that or more"
-            )
-        best = min(reached)
-        small, base = tried[best]
-        if small >= 0.98 * base:
-            warnings.warn(
-                f"the plan will not be faster: {1e3 * small:.2f} ms were measured, and {1e3 * base:.2f} ms without it; "
-                "on this machine something other than the number of channels takes the time",
-                stacklevel=4,
-            )
-        return best, small, base
-
-    # whole networks
-
-    def _measured(self, plan: Plan, whole: float) -> tuple[float, float]:
-        found: tuple[float, float] = from_first_rank(lambda: self._timed(plan, whole))
-        return found
-
-    def _timed(self, plan: Plan, whole: float) -> tuple[float, float]:
-        """Seconds of the pruned and of the unpruned network, in turns."""
-        small = _plain(self.net)  # fused: it has no adapters any more, so ranks say nothing
-        prune_(small, Plan(plan.structure, plan.keep, writers=plan.writers), check=False)
-        if self.base is not None:
-            fast, slow = seconds([small, self.base], self.example)
-            return fast, slow
-        (fast,) = seconds([small], self.example)
-        return fast, whole
-
-    # layers
-
-    def _measured_layers(self) -> dict[str, Any]:
-        """For each layer, seconds at each point of the grid; and what is left of the whole network's time."""
-        net = _plain(self.net)
-        shapes = _input_shapes(net, self.example)
-        known: dict[Any, Any] = {}
-        layers: dict[str, Any] = {}
-        for name, (layer, shape) in shapes.items():
-            key = (type(layer), shape, tuple(layer.weight.shape), repr(layer))
-            if key not in known:
-                known[key] = _timed_grid(layer, shape)
-            layers[name] = known[key]
-        (total,) = seconds([net], self.example)
-        now = sum(_interpolated(grid, 1.0, 1.0) for grid in layers.values())
-        return {"layers": layers, "rest": max(total - now, 0.0), "total": total}
-
-    def _looked_up(self, kept: Kept) -> float:
-        """What the table says of a network with these units."""
-        structure, now = self.meter.structure, self.meter.kept
-        found = 0.0
-        for name, grid in self.table["layers"].items():
-            tensor = structure.names[f"{name}.weight"]
-            left, had = (k.of(structure, tensor) for k in (kept, now))
-            out, into = (float(left[a].sum() / had[a].sum()) for a in (0, 1))
-            found += _interpolated(grid, out, into)
-        share = self.meter.channels(kept) / max(self.meter.channels(now), 1)  # norms, activations, sums
-        return found + float(self.table["rest"]) * share
-
-
-def _within(tried: dict[int, tuple[float, float]], share: float) -> list[int]:
-    return [steps for steps, (small, base) in tried.items() if small <= share * base]
-
-
-def _plain(net: nn.Module) -> nn.Module:
-    """A copy to time: fused, in eval mode; it still knows what it has left of its base."""
-    return (fuse(net) if is_marked(net) else copy.deepcopy(net)).eval()
-
-
-def _base_of(net: nn.Module) -> nn.Module | None:
-    """The unpruned network, if it can be had."""
-    if MARK not in net.__dict__:
-        return _plain(net)
-    if not is_marked(net):
-        return None
-    twin = copy.deepcopy(net)
-    detach_(twin)
-    return twin.eval()
-
-
-@torch.no_grad()
-def seconds(nets: list[nn.Module], example: Any, rounds: int = 9) -> list[float]:
-    """The median time of one forward of each network, measured in turns."""
-    args, kwargs = arguments(example)
-    for net in nets:
-        net(*args, **kwargs)
-    times: list[list[float]] = [[] for _ in nets]
-    for _ in range(rounds):
-        for net, row in zip(nets, times, strict=True):
-            start = time.perf_counter()
-            net(*args, **kwargs)
-            row.append(time.perf_counter() - start)
-    return [median(row) for row in times]
-
-
-def _input_shapes(net: nn.Module, example: Any) -> dict[str, tuple[Any, tuple[int, ...]]]:
-    """The plain convolutions and linear layers that run, and what they take."""
-    found: dict[str, tuple[Any, tuple[int, ...]]] = {}
-    handles = []
-    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
-    for name, module in net.named_modules():
-        if isinstance(module, kinds) and getattr(module, "groups", 1) == 1:
-
-            def note(layer: nn.Module, args: Any, name: str = name) -> None:
-                if args and isinstance(args[0], Tensor):
-                    found.setdefault(name, (layer, tuple(args[0].shape)))
-
-            handles.append(module.register_forward_pre_hook(note))
-    args, kwargs = arguments(example)
-    try:
-        with torch.no_grad():
-            net(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
-
-
-@torch.no_grad()
-def _timed_grid(layer: Any, shape: tuple[int, ...]) -> Any:
-    """Seconds of a layer at each share of its outputs and inputs."""
-    axis = len(shape) - 1 if isinstance(layer, nn.Linear) else len(shape) - layer.weight.dim() + 1
-    grid = np.zeros((len(GRID), len(GRID)))
-    narrow = copy.copy(layer)
-    narrow._parameters = dict(layer._parameters)
-    narrow._forward_hooks, narrow._forward_pre_hooks = (
-        type(layer._forward_hooks)(),
-        type(layer._forward_hooks)(),
-    )
-    for i, out in enumerate(GRID):
-        for j, into in enumerate(GRID):
-            outputs, inputs = (
-                max(1, round(share * n)) for share, n in zip((out, into), layer.weight.shape, strict=False)
-            )
-            narrow._parameters["weight"] = nn.Parameter(
-                layer.weight[:outputs, :inputs].clone(), requires_grad=False
-            )
-            if layer.bias is not None:
-                narrow._parameters["bias"] = nn.Parameter(layer.bias[:outputs].clone(), requires_grad=False)
-            size = [inputs if a == axis else n for a, n in enumerate(shape)]
-            x = torch.ones(size, dtype=layer.weight.dtype, device=layer.weight.device)
-            (grid[i, j],) = seconds([narrow], x, ROUNDS)
-    return grid
-
-
-def _interpolated(grid: Any, out: float, into: float) -> float:
-    """Between the points of the grid, linearly in both shares; below the least, as at the least."""
-    rows = [np.interp(into, GRID, row) for row in grid]
-    return float(np.interp(out, GRID, rows))
+Ranking = Literal["global", "local"]
+Masks = dict[str, Mask]
 
 
 def select(
@@ -246,7 +53,7 @@ def select(
     example: Any = None,
     structure: Structure | None = None,
 ) -> Plan:
-    """Plan what stays of ``net`` so that it meets a budget: the least units go first, until one more need not.
+    """Plan what stays of ``net`` so that it meets a budget: the least units go first, and no more than have to.
 
     Budgets are shares of the unpruned network in (0, 1], but for ``bytes``. Pass one of them, and ``rank`` beside it or
     alone. The plan prints what it will come to; `count` finds the same after `prune_`.
@@ -265,7 +72,7 @@ def select(
         writers: "coupled", or "free" to let each layer that writes into a residual stream keep channels of its own.
         normalise: what each layer's scores are divided by first: none, sum, l2, mean or max; by default the
             criterion's choice.
-        aggregate: how the scores of coupled writers are brought together: sum, mean or max. A unit of a stream with
+        aggregate: how the scores of coupled writers become one: their sum, mean or max. A unit of a stream with
             several writers takes a channel from each of them; the mean is what it is worth for each channel.
         min_keep: how many units stay everywhere.
         round_to: widths become multiples of this, 8 or 16 say, or stay whole.
@@ -286,62 +93,40 @@ def select(
     MACs        16 of 32 (50.0%)
     bytes       88
     """
-    options = _Options(ranking, writers, normalise, aggregate, min_keep, round_to)
-    budget = _budget(channels=channels, weights=weights, macs=macs, latency=latency, bytes=bytes, rank=rank)
-    if scores is not None and not isinstance(scores, Scores):
-        raise ConfigError(f"scores is a {type(scores).__name__}, expected what score returns")
+    if ranking not in ("global", "local"):
+        raise ConfigError(f"ranking is {ranking!r}, expected 'global' or 'local'")
+    if writers not in ("coupled", "free"):
+        raise ConfigError(f"writers is {writers!r}, expected 'coupled' or 'free'")
+    check_integer("min_keep", min_keep, 1)
+    check_integer("round_to", round_to, 1)
+    shares = {"channels": channels, "weights": weights, "macs": macs, "latency": latency}
+    budget = _budget(shares, bytes, rank)
     structure = structure_of(net, structure or (scores.structure if scores is not None else None))
-    meter = Meter(net, structure)
-    search = _Search(net, meter, options, scores, protect)
-    plan = search.plan(budget, rank, example)
+    search = _Search(net, Meter(net, structure), ranking, writers, _protected(net, structure, protect))
+    units = Order([], ranking)
+    if scores is not None:
+        units = Order(search.groups(scores, normalise, aggregate, min_keep, round_to), ranking)
+    elif budget is not None and budget[0] != "bytes":
+        raise PlanError(f"a budget of {budget[0]} needs scores; pass what score returns")
+    plan = search.plan(units, budget, rank, example)
     assert_same_on_every_rank("the plan", (plan.keep, plan.ranks, plan.writers))
     return plan
 
 
-@dataclass(frozen=True)
-class _Options:
-    ranking: Ranking
-    writers: Writers
-    normalise: Normalise | None
-    aggregate: Aggregate
-    min_keep: int
-    round_to: int
-
-    def __post_init__(self) -> None:
-        _check_one("ranking", self.ranking, ("global", "local"))
-        _check_one("writers", self.writers, ("coupled", "free"))
-        _check_one("normalise", self.normalise, (None, *NORMALISATIONS))
-        _check_one("aggregate", self.aggregate, AGGREGATIONS)
-        for name in ("min_keep", "round_to"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")
-
-
-def _check_one(name: str, value: object, allowed: Sequence[object]) -> None:
-    if value not in allowed:
-        words = ", ".join(repr(a) for a in allowed if a is not None)
-        raise ConfigError(f"{name} is {value!r}, expected one of {words}")
-
-
-@dataclass(frozen=True)
-class _Budget:
-    kind: str
-    value: float
-
-
-def _budget(*, rank: float | None, bytes: int | None, **shares: float | None) -> _Budget | None:
+def _budget(
+    shares: Mapping[str, float | None], size: int | None, rank: float | None
+) -> tuple[str, float] | None:
+    """The kind and value of the one budget that was given; None for ranks alone."""
     given = {name: value for name, value in shares.items() if value is not None}
-    for name, value in {**given, **({} if rank is None else {"rank": rank})}.items():
-        number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
-        if not number or not 0 < value <= 1:
+    for name, value in (*given.items(), *([] if rank is None else [("rank", rank)])):
+        if not 0 < value <= 1:
             raise BudgetError(
                 f"{name} is {value!r}, expected a share of the unpruned network, above 0 and at most 1"
             )
-    if bytes is not None:
-        if not isinstance(bytes, int) or isinstance(bytes, bool) or bytes < 1:
-            raise BudgetError(f"bytes is {bytes!r}, expected a whole number of bytes above 0")
-        given["bytes"] = bytes
+    if size is not None:
+        if size != int(size) or size < 1:
+            raise BudgetError(f"bytes is {size!r}, expected a whole number of bytes above 0")
+        given["bytes"] = size
     if len(given) > 1:
         raise BudgetError(
             f"{' and '.join(given)} were given; expected one budget, and perhaps rank beside it"
@@ -350,169 +135,7 @@ def _budget(*, rank: float | None, bytes: int | None, **shares: float | None) ->
         raise BudgetError(
             "no budget was given; expected channels=, weights=, macs=, latency=, bytes= or rank="
         )
-    return _Budget(*next(iter(given.items()))) if given else None
-
-
-Masks = dict[str, Mask]
-
-
-class _Search:
-    """Finds how far to go in the order of units and components."""
-
-    def __init__(
-        self, net: nn.Module, meter: Meter, options: _Options, scores: Scores | None, protect: Any
-    ) -> None:
-        self.net, self.meter, self.options, self.scores = net, meter, options, scores
-        self.protected = _protected(net, meter.structure, protect)
-
-    def plan(self, budget: _Budget | None, rank: float | None, example: Any) -> Plan:
-        no_order = Order([], "local")
-        wants_ranks = rank is not None or (budget is not None and budget.kind == "bytes")
-        ranks = self._rank_order(needed=rank is not None or self.scores is None) if wants_ranks else no_order
-        fixed: Masks = {}
-        if rank is not None:
-            whole, others = self._ranks(ranks)
-            fixed = self._reach(
-                ranks, lambda m: others + sum(int(x.sum()) for x in m.values()), rank, "rank", whole
-            )
-            ranks = no_order
-        if budget is None:
-            return self._made({}, fixed)
-        if self.scores is None and budget.kind != "bytes":
-            raise PlanError(f"a budget of {budget.kind} needs scores; pass what score returns")
-        units = self._unit_order() if self.scores is not None else no_order
-        if budget.kind == "bytes":
-            chosen, left = self._within_bytes(units, ranks, fixed, int(budget.value))
-            return self._made(chosen, left)
-        if budget.kind == "latency":
-            return self._within_latency(units, fixed, budget.value, example)
-        measure = {"channels": self.meter.channels, "weights": self.meter.parameters, "macs": self.meter.macs}
-        size = measure[budget.kind]
-        whole = size(self.meter.whole)
-        chosen = self._reach(units, lambda m: size(self._kept(m)), budget.value, budget.kind, whole)
-        return self._made(chosen, fixed)
-
-    def _kept(self, masks: Masks) -> Kept:
-        return narrowed(self.meter.structure, self.meter.kept, masks, self.options.writers)
-
-    def _unit_order(self) -> Order:
-        assert self.scores is not None
-        o = self.options
-        groups = unit_groups(
-            self.meter.structure,
-            self.scores,
-            self.meter.kept,
-            writers=o.writers,
-            normalise=o.normalise,
-            aggregate=o.aggregate,
-            min_keep=o.min_keep,
-            round_to=o.round_to,
-            protected=self.protected,
-        )
-        for each in groups:
-            _check_alive(each.name, each.order, self.meter.kept, self.meter.structure, o.writers)
-        return Order(groups, o.ranking)
-
-    def _ranks(self, order: Order) -> tuple[int, int]:
-        """How many components all adapters began with, and how many those that are protected have."""
-        updates = {entry.update for entry in attachment_of(self.net).updated}
-        low = [update for update in updates if isinstance(update, LowRank)]
-        free = sum(g.size for g in order.groups)
-        return sum(update.first_rank for update in low), sum(update.rank for update in low) - free
-
-    def _rank_order(self, *, needed: bool) -> Order:
-        found = importances(self.net)
-        chosen = {name: value for name, value in found.items() if not self._is_protected(name)}
-        if not chosen and needed:
-            raise BudgetError(
-                "no adapter here has a rank to prune; expected a network with SPLoRA or LoRA on it"
-            )
-        return Order(components(chosen), self.options.ranking)
-
-    def _is_protected(self, adapter: str) -> bool:
-        """An adapter of a layer's weight goes by the layer's name, another by its own."""
-        return adapter in self.protected or (
-            adapter.endswith("_weight") and adapter.rpartition(".")[0] in self.protected
-        )
-
-    def _reach(
-        self,
-        order: Order,
-        size: Callable[[Masks], float],
-        share: float,
-        kind: str,
-        whole: float | None = None,
-    ) -> Masks:
-        """The longest prefix that is left once the size is within its share of the whole."""
-        total = size(order.masks(0)) if whole is None else whole
-        limit = np.floor(share * total + 1e-9)
-        steps = first_step(len(order), lambda n: size(order.masks(n)) <= limit)
-        if steps is None:
-            least = size(order.masks(len(order)))
-            raise BudgetError(
-                f"{kind}={share} cannot be reached: with all that may go gone, {least / total:.4f} is left "
-                f"({int(least):,} of {int(total):,}); ask for that or more, or lower min_keep, round_to and protect"
-            )
-        return order.masks(steps)
-
-    def _within_bytes(self, units: Order, ranks: Order, fixed: Masks, limit: int) -> tuple[Masks, Masks]:
-        """Both orders in step: the same share of each is gone."""
-        if not is_marked(self.net):
-            raise BudgetError("a budget of bytes is one of a task file; expected an adapted network")
-        longest = max(len(units), len(ranks))
-
-        def at(step: int) -> tuple[Masks, Masks]:
-            taken = [len(order) * step // max(longest, 1) for order in (units, ranks)]
-            return units.masks(taken[0]), {**fixed, **ranks.masks(taken[1])}
-
-        def size(step: int) -> int:
-            masks, left = at(step)
-            return self.meter.task_bytes(self._kept(masks), {n: int(m.sum()) for n, m in left.items()})
-
-        steps = first_step(longest, lambda n: size(n) <= limit)
-        if steps is None:
-            raise BudgetError(
-                f"bytes={limit:,} cannot be reached: with all that may go gone, {size(longest):,} are left; ask for "
-                "that or more, or lower min_keep, round_to and protect"
-            )
-        return at(steps)
-
-    def _within_latency(self, units: Order, fixed: Masks, share: float, example: Any) -> Plan:
-        clock = Latency(self.net, self.meter, example)
-        steps, measured, base = clock.search(
-            len(units),
-            lambda n: self._made(units.masks(n), fixed),
-            lambda n: self._kept(units.masks(n)),
-            share,
-        )
-        return self._made(units.masks(steps), fixed, measured, base)
-
-    def _made(
-        self, masks: Masks, ranks: Masks, latency: float | None = None, latency_base: float | None = None
-    ) -> Plan:
-        structure = self.meter.structure
-        keep = {name: np.flatnonzero(mask).tolist() for name, mask in masks.items()}
-        left = {name: np.flatnonzero(mask).tolist() for name, mask in ranks.items()}
-        plan = Plan(structure, keep, writers=self.options.writers, ranks=left)
-        prediction = self.meter.predict(plan, self._kept(masks))
-        if latency is not None:
-            prediction = replace(prediction, latency=latency, latency_base=latency_base)
-        return Plan(structure, keep, writers=self.options.writers, ranks=left, prediction=prediction)
-
-
-def importances(net: nn.Module) -> dict[str, Floats]:
-    """The size of each component of each adapter, as a share of its fused weight's."""
-    if not is_marked(net):
-        return {}
-    found: dict[str, Floats] = {}
-    seen = set()
-    for entry in attachment_of(net).updated:
-        update = entry.update
-        if isinstance(update, LowRank) and update not in seen:
-            seen.add(update)
-            size = float(update(entry.layer.get_parameter(entry.weight)).detach().double().norm())
-            found[entry.path] = (update.importance() / max(size, 1e-30)).cpu().numpy()
-    return found
+    return next(iter(given.items()), None)
 
 
 def _protected(net: nn.Module, structure: Structure, protect: Any) -> set[str]:
@@ -524,17 +147,261 @@ def _protected(net: nn.Module, structure: Structure, protect: Any) -> set[str]:
     written = {
         f"stream:{stream.name}"
         for stream in structure.streams
-        if any(m.role == "writer" and m.tensor.rpartition(".")[0] in chosen for m in stream.members)
+        if any(tensor.rpartition(".")[0] in chosen for tensor in stream.writers)
     }
     return chosen | written
 
 
-def _check_alive(name: str, order: Any, kept: Kept, structure: Structure, writers: Writers) -> None:
-    free = {w.name: w.stream for w in structure.writers} if writers == "free" else {}
-    mask = kept.streams[free[name] if name in free else structure.index[name]]
-    if name in free:
-        mask = kept.writers.get(name, mask)
-    if set(order.tolist()) != set(np.flatnonzero(mask).tolist()):
-        raise PlanError(
-            f"the scores of {name!r} are for other units than the network has left: it was pruned since; score it again"
+# which units go first
+
+
+@dataclass(frozen=True)
+class Group:
+    """Units that are ranked with each other in one layer: those of a stream, of a free writer, or of a bottleneck."""
+
+    name: str
+    size: int
+    """How many units the base has."""
+    order: Ints
+    """The units that are left, the least one first."""
+    scores: Floats
+    """Their scores, in that order."""
+    ends: Ints
+    """How many are gone after each step."""
+
+    def mask(self, steps: int) -> Mask:
+        """What stays after so many steps."""
+        mask = np.zeros(self.size, bool)
+        gone = self.ends[steps - 1] if steps else 0
+        mask[self.order[gone:]] = True
+        return mask
+
+
+def group(name: str, scores: Floats, *, min_keep: int = 1, multiple: int = 1) -> Group:
+    """Order a layer's units; NaN is a unit that is gone. Of equal ones the later goes first.
+
+    A step takes one unit, or as many as it takes to a width that is a multiple.
+
+    >>> group("layer", np.array([3.0, 1.0, 2.0, 1.0, np.nan]), min_keep=2)
+    Group(name='layer', size=5, order=array([3, 1, 2, 0]), scores=array([1., 1., 2., 3.]), ends=array([1, 2]))
+    """
+    alive = np.flatnonzero(~np.isnan(scores))
+    order = alive[np.lexsort((-alive, scores[alive]))]
+    least = math.ceil(max(min(min_keep, len(order)), 1) / multiple) * multiple
+    widths = np.arange((len(order) - 1) // multiple * multiple, least - 1, -multiple)
+    return Group(name, len(scores), order, scores[order], len(order) - widths)
+
+
+class Order:
+    """All steps of all groups in one row, the least one first; a prefix of it is a plan."""
+
+    def __init__(self, groups: Sequence[Group], ranking: Ranking) -> None:
+        self.groups = groups
+        row = [
+            (key, number, step)
+            for number, each in enumerate(groups)
+            for step, key in enumerate(_keys(each, ranking))
+        ]
+        self._row = np.array([number for _, number, _ in sorted(row)], np.int64)
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+    def masks(self, steps: int) -> Masks:
+        """What every group keeps after so many steps."""
+        taken = np.bincount(self._row[:steps], minlength=len(self.groups))
+        return {g.name: g.mask(int(n)) for g, n in zip(self.groups, taken, strict=True)}
+
+
+def _keys(each: Group, ranking: Ranking) -> Floats:
+    """When each step is due: by its units' mean score, or by the share of the layer that it leaves."""
+    if ranking == "local":
+        gone_before = each.size - len(each.order)
+        shares: Floats = (gone_before + each.ends) / each.size
+        return shares
+    means = [each.scores[a:b].mean() for a, b in pairwise([0, *each.ends.tolist()])]
+    # units of one layer go in their order, so a step is due no sooner than those before it
+    return np.maximum.accumulate(np.array(means)) if means else np.array([])
+
+
+def importances(net: nn.Module) -> dict[str, Floats]:
+    """The size of each component of each adapter, as a share of its fused weight's."""
+    found: dict[str, Floats] = {}
+    seen = set()
+    for entry in attachment_of(net).updated if is_marked(net) else ():
+        update = entry.update
+        if isinstance(update, LowRank) and update not in seen:
+            seen.add(update)
+            size = float(update(entry.layer.get_parameter(entry.weight)).detach().double().norm())
+            found[entry.path] = (update.importance() / max(size, 1e-30)).cpu().numpy()
+    return found
+
+
+# how far to go
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Finds how far to go in the order of units and components."""
+
+    net: nn.Module
+    meter: Meter
+    ranking: Ranking
+    writers: Writers
+    protected: set[str]
+
+    def groups(
+        self,
+        scores: Scores,
+        normalise: Normalise | None,
+        aggregate: Aggregate,
+        min_keep: int,
+        round_to: int,
+    ) -> list[Group]:
+        """The units of every stream, or of every free writer, but for those that are protected."""
+        structure, kept = self.meter.structure, self.meter.kept
+        free = structure.free_writers if self.writers == "free" else {}
+        made = []
+        for number, stream in enumerate(structure.streams):
+            own = [name for name, into in free.items() if into == number]
+            values = {
+                name: _of_writer(scores, stream.name, name, kept, normalise)
+                for name in own
+                if name not in self.protected
+            }
+            if not own and f"stream:{stream.name}" not in self.protected:
+                values = {stream.name: scores.of(stream.name, normalise, aggregate)}
+            multiple = _multiple(structure, stream.name, round_to)
+            for name, value in values.items():
+                if not np.array_equal(~np.isnan(value), kept.units(structure, name, self.writers)):
+                    raise PlanError(
+                        f"the scores of {name!r} are for other units than the network has left: it was pruned since; "
+                        "score it again"
+                    )
+                made.append(group(name, value, min_keep=min_keep, multiple=multiple))
+        return made
+
+    def plan(self, units: Order, budget: tuple[str, float] | None, rank: float | None, example: Any) -> Plan:
+        """The plan that meets the budget."""
+        fixed: Masks = {} if rank is None else self._within_rank(rank)
+        if budget is None:
+            return self._predicted({}, fixed)
+        kind, value = budget
+        if kind == "bytes":
+            return self._within_bytes(units, None if rank is None else fixed, int(value))
+        if kind == "latency":
+            return self._within_latency(units, fixed, value, example)
+        measures = {
+            "channels": self.meter.channels,
+            "weights": self.meter.parameters,
+            "macs": self.meter.macs,
+        }
+        size = measures[kind]
+        chosen = self._reach(units, lambda m: size(self._kept(m)), value, kind, size(self.meter.whole))
+        return self._predicted(chosen, fixed)
+
+    def _rank_order(self, *, needed: bool) -> Order:
+        """The components of every adapter's bottleneck, but for those of protected layers."""
+        found = [
+            group(name, values)
+            for name, values in importances(self.net).items()
+            if name not in self.protected
+            and not (name.endswith("_weight") and name.rpartition(".")[0] in self.protected)
+        ]
+        if not found and needed:
+            raise BudgetError(
+                "no adapter here has a rank to prune; expected a network with SPLoRA or LoRA on it"
+            )
+        return Order(found, self.ranking)
+
+    def _within_rank(self, share: float) -> Masks:
+        """The components that stay, of all that adapters began with; those of protected layers all stay."""
+        order = self._rank_order(needed=True)
+        updates = {entry.update for entry in attachment_of(self.net).updated}
+        low = [update for update in updates if isinstance(update, LowRank)]
+        protected = sum(update.rank for update in low) - sum(each.size for each in order.groups)
+        began_with = sum(update.first_rank for update in low)
+        return self._reach(
+            order, lambda m: protected + sum(int(x.sum()) for x in m.values()), share, "rank", began_with
         )
+
+    def _reach(
+        self, order: Order, size: Callable[[Masks], int], share: float, kind: str, total: int
+    ) -> Masks:
+        """What the shortest prefix leaves whose size is within its share of the total."""
+        limit = math.floor(share * total + 1e-9)
+        steps = first_step(len(order), lambda n: size(order.masks(n)) <= limit)
+        if steps is None:
+            least = size(order.masks(len(order)))
+            raise BudgetError(
+                f"{kind}={share} cannot be reached: with all that may go gone, {least / total:.4f} is left "
+                f"({least:,} of {total:,}); ask for that or more, or lower min_keep, round_to and protect"
+            )
+        return order.masks(steps)
+
+    def _within_bytes(self, units: Order, fixed: Masks | None, limit: int) -> Plan:
+        """Units and components in step, the same share of each; units alone where the ranks are fixed."""
+        if not is_marked(self.net):
+            raise BudgetError("a budget of bytes is one of a task file; expected an adapted network")
+        ranks = self._rank_order(needed=not units.groups) if fixed is None else Order([], self.ranking)
+        longest = max(len(units), len(ranks))
+
+        def at(step: int) -> tuple[Masks, Masks]:
+            taken = [len(order) * step // max(longest, 1) for order in (units, ranks)]
+            return units.masks(taken[0]), {**(fixed or {}), **ranks.masks(taken[1])}
+
+        def size(step: int) -> int:
+            masks, left = at(step)
+            return self.meter.task_bytes(self._kept(masks), {n: int(m.sum()) for n, m in left.items()})
+
+        steps = first_step(longest, lambda n: size(n) <= limit)
+        if steps is None:
+            raise BudgetError(
+                f"bytes={limit:,} cannot be reached: with all that may go gone, {size(longest):,} are left; ask for "
+                "that or more, or lower min_keep, round_to and protect"
+            )
+        return self._predicted(*at(steps))
+
+    def _within_latency(self, units: Order, fixed: Masks, share: float, example: Any) -> Plan:
+        clock = Latency(self.net, self.meter, example)
+        steps, measured, base = clock.search(
+            len(units),
+            lambda n: self._plan(units.masks(n), fixed),
+            lambda n: self._kept(units.masks(n)),
+            share,
+        )
+        plan = self._predicted(units.masks(steps), fixed)
+        assert plan.prediction is not None
+        prediction = replace(plan.prediction, latency=measured, latency_base=base)
+        return Plan(plan.structure, plan.keep, writers=plan.writers, ranks=plan.ranks, prediction=prediction)
+
+    def _kept(self, masks: Masks) -> Kept:
+        return narrowed(self.meter.structure, self.meter.kept, masks, self.writers)
+
+    def _plan(self, masks: Masks, ranks: Masks, prediction: Any = None) -> Plan:
+        keep, left = ({name: np.flatnonzero(mask) for name, mask in each.items()} for each in (masks, ranks))
+        structure = self.meter.structure
+        return Plan(structure, keep, writers=self.writers, ranks=left, prediction=prediction)
+
+    def _predicted(self, masks: Masks, ranks: Masks) -> Plan:
+        prediction = self.meter.predict(self._plan(masks, ranks), self._kept(masks))
+        return self._plan(masks, ranks, prediction)
+
+
+def _of_writer(scores: Scores, stream: str, writer: str, kept: Kept, normalise: Normalise | None) -> Floats:
+    """The scores of a free writer; where it was not seen by itself, those of its stream."""
+    parts = scores.layers[stream]
+    how = normalise or scores.normalise
+    value = normalised(parts[writer], how) if writer in parts else scores.of(stream, how)
+    return np.where(kept.writers[writer], value, np.nan) if writer in kept.writers else value
+
+
+def _multiple(structure: Structure, stream: str, round_to: int) -> int:
+    """Of how many units a multiple has to stay so that widths are multiples of ``round_to``."""
+    found = structure[stream]
+    member = next((m for m in found.members if m.role == "writer"), found.members[0])
+    first = np.flatnonzero(member.units == 0)
+    several = len(structure.axes[member.tensor, member.axis]) > 1
+    if several and len(first) > 1 and first[-1] - first[0] >= len(first):
+        return round_to  # positions of heads, where heads may go too: each head is as wide as it has to be
+    return round_to // math.gcd(round_to, max(len(first), 1))
