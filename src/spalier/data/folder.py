@@ -103,20 +103,17 @@ class Samples:
     def with_validation(self, share: float, seed: int) -> Samples:
         """The set's own validation split, or a share of each training class."""
         own = self.splits == VALIDATION
+        if own.any() and share == 0:
+            unused = replace(self, splits=np.where(own, UNUSED, self.splits))
+            return unused.with_note(f"validation: the set's own {own.sum():,} are not used")
         if own.any():
-            note = f"validation: the set's own{'' if share else f' {own.sum():,} are not used'}"
-            splits = self.splits if share else np.where(own, UNUSED, self.splits)
-            return replace(self, splits=splits).with_note(note)
+            return self.with_note("validation: the set's own")
         if share == 0:
             return self
-        counts = np.bincount(self.labels[self.splits == TRAIN] + 1)[1:]
+        counts = np.bincount(self.labels[self.splits == TRAIN] + 1)[1:]  # without the label -1
         single = [self.classes[i] for i in np.flatnonzero(counts == 1)]
-        found = self._held_out(share, seed, VALIDATION)
-        return (
-            found.with_note(f"validation: none of {first_few(single)}, of one sample each")
-            if single
-            else found
-        )
+        note = (f"validation: none of {first_few(single)}, of one sample each",) if single else ()
+        return replace(self._held_out(share, seed, VALIDATION), notes=(*self.notes, *note))
 
     def _held_out(self, share: float, seed: int, split: int) -> Samples:
         splits, training = self.splits.copy(), np.flatnonzero(self.splits == TRAIN)
