@@ -32,11 +32,12 @@ BACKENDS = "eager,compiled,onnxruntime"
 @click.option("--folder", default="spalier-demo", type=FOLDER, help="Where everything goes.")
 @click.option("--seed", default=0, type=click.IntRange(0, 2**63 - 1), help="Of everything random.")
 def demo(console: Console, folder: str, seed: int) -> None:
-    """One base, three tasks, two methods: about a minute, nothing to download.
+    """One base, three tasks, two methods, in about a minute.
 
-    A small ResNet learns some of scikit-learn's digits and is frozen. Three further tasks are learned on it as SPLoRA
-    task files at falling densities, next to fine-pruning; then the one base switches between them. Every number is
-    measured here; a folder that holds a demo goes on with it, and what was learned there is not learned again.
+    Nothing is downloaded. A small ResNet learns some of scikit-learn's digits and is frozen. Three further tasks are
+    learned on it as SPLoRA task files at falling densities, next to fine-pruning. Then the one base switches between
+    them. Every number is measured here. A folder that holds a demo goes on with it, and what was learned there is not
+    learned again.
 
     Examples:
         spalier demo
@@ -53,7 +54,7 @@ def demo(console: Console, folder: str, seed: int) -> None:
 @network_options
 @click.option("--shape", required=True, help="The shape of one input, such as 3,224,224.")
 def trace(console: Console, network: str, shape: str, **options: Any) -> None:
-    """Show which channels of a NETWORK are coupled, which are frozen, and why.
+    """Show which channels of a NETWORK are coupled or frozen, and why.
 
     NETWORK is resnet8, resnet20, resnet18, resnet34, resnet50, torchvision:NAME, timm:NAME, hf:NAME, module:function
     (which runs that code), or the folder of a run.
@@ -93,10 +94,11 @@ def train(
     rank: str | None,
     **named: Any,
 ) -> None:
-    """Learn a task: train, score, prune, recover, down to the last density.
+    """Learn a task: train, score, prune and recover.
 
-    Settings come from a YAML or TOML file CONFIG, from options, or both. A folder that holds a run already goes on with
-    it. The run can be stopped at any moment and goes on from its folder to the same bits.
+    This goes on down to the last density. Settings come from a YAML or TOML file CONFIG, from options, or both. A
+    folder that holds a run already goes on with it. The run can be stopped at any moment and goes on from its folder to
+    the same bits.
 
     Examples:
         spalier train --data digits --network resnet8 --set epochs=2 --set densities=0.5,0.2 --folder runs/digits
@@ -140,7 +142,7 @@ def sweep(
     over: tuple[str, ...],
     **options: Any,
 ) -> int:
-    """Carry many runs out, and bring their rows together.
+    """Carry many runs out and bring their rows together.
 
     CONFIG is a run's file, with --over, or a sweep's file with `base` and `over`. Runs that fail are listed at the end;
     the exit code is 3 then, and the same command resumes them.
@@ -277,7 +279,7 @@ def bench(
     shape: str | None,
     **others: Any,
 ) -> None:
-    """Measure latency and throughput of a base and of tasks built on it, in turns.
+    """Measure latency and throughput of a base and its tasks, in turns.
 
     BASE is a network's name, or the folder of a run. TASK is a task file, a folder of them, or a run. A smaller network
     that is not faster here is said to be no faster.
@@ -306,7 +308,9 @@ def bench(
 @click.option("--out", "-o", type=FILE, help="By default FOLDER/report.html.")
 @click.option("--figures", type=FOLDER, help="Write every figure as SVG, PNG and CSV there.")
 def report(console: Console, folder: str, out: str | None, figures: str | None) -> None:
-    """Make one page of a FOLDER: a run, a sweep, a store of tasks, or a folder of runs. It needs no network.
+    """Make one page of a run, a sweep, a store or a folder of runs.
+
+    It needs no network, and nothing to be computed again.
 
     Examples:
         spalier report runs/digits                   # writes runs/digits/report.html
@@ -340,7 +344,7 @@ LIBRARIES = {
     "onnxscript": ("export to ONNX, bench in onnxruntime", "spalier[onnx]"),
     "executorch": ("export to ExecuTorch", "executorch"),
     "ray": ("sweeps on a cluster", "spalier[ray]"),
-    "torchvision": ("networks called torchvision:NAME", "torchvision"),
+    "torchvision": ("networks and data called torchvision:NAME", "torchvision"),
     "timm": ("networks called timm:NAME", "timm"),
     "transformers": ("networks called hf:NAME", "transformers"),
     "datasets": ("data called hf:NAME", "datasets"),
