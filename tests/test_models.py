@@ -10,8 +10,8 @@ import torch.nn.functional as F
 import torchvision
 from support import assert_unchanged, snapshot
 
-from spalier import models, text
-from spalier.errors import ConfigError, NetworkError, WeightsError
+from spalier import models
+from spalier.errors import ConfigError, WeightsError
 
 NAMES = ["resnet18", "resnet34", "resnet50"]
 
@@ -166,43 +166,3 @@ def test_bad_options(options):
 def test_a_bad_stride():
     with pytest.raises(ConfigError, match="stride_on is 'conv3'"):
         models.resnet50(stride_on="conv3")
-
-
-@pytest.mark.parametrize("name", ["torchvision:resnet18", "timm:resnet18"])
-def test_networks_of_other_libraries(name):
-    net = models.network(name, num_classes=7)
-    assert net(torch.randn(1, 3, 64, 64)).shape == (1, 7)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("resnet18", "names no library"),
-        ("torchvision:", "names no library"),
-        ("keras:resnet18", "names no library"),
-        ("torchvision:resnet7", "cannot make 'resnet7'"),
-        ("timm:resnet7", "cannot make 'resnet7'"),
-    ],
-)
-def test_a_network_that_is_not_there(name, message):
-    with pytest.raises(NetworkError, match=message):
-        models.network(name)
-
-
-@pytest.mark.parametrize("library", ["torchvision", "timm"])
-def test_a_torchvision_that_does_not_load_is_explained(library, monkeypatch):
-    def broken(name):
-        raise RuntimeError("operator torchvision::nms does not exist")
-
-    monkeypatch.setattr(text, "import_module", broken)
-    with pytest.raises(NetworkError, match="install torch and torchvision of matching versions"):
-        models.network(f"{library}:resnet18")
-
-
-def test_a_library_that_is_missing_is_named(monkeypatch):
-    def missing(name):
-        raise ModuleNotFoundError("No module named 'timm'", name="timm")
-
-    monkeypatch.setattr(text, "import_module", missing)
-    with pytest.raises(NetworkError, match="pip install timm"):
-        models.network("timm:resnet18")

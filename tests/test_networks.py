@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support import TINY, tiny_cnn
 from torch import nn
 
-from spalier import models, networks
+from spalier import models, networks, text
 from spalier.errors import ConfigError, NetworkError, WeightsError
 from spalier.networks import head_of, logits_of, open_network
 
@@ -127,13 +127,13 @@ def test_a_library_wins_over_a_module_of_that_name(monkeypatch):
         ("folder/file.py:net", "no network 'folder/file.py:net'"),
         (".relative:net", "no network '.relative:net'"),
         ("torchvision:resnet81", r"cannot make 'resnet81'.*did you mean .*resnet18"),
+        ("keras:resnet18", "no module 'keras' to import 'resnet18' from"),
         ("timm:test_vitt", r"cannot make 'test_vitt'.*did you mean .*test_vit"),
         ("torchvison:resnet18", r"no module 'torchvison'.*did you mean torchvision\?"),
         ("no.such.module:net", "no module 'no.such.module' to import 'net' from; Expected"),
         ("users_networks:tinny", r"users_networks has no function 'tinny'; did you mean tiny\?"),
         ("users_networks:constant", "has no function 'constant'"),
         ("users_networks:number", "returned a int, expected an nn.Module"),
-        (3, "the network is a int, expected a name"),
     ],
 )
 def test_a_name_that_is_none_is_explained(name, message, user):
@@ -148,7 +148,6 @@ def test_a_name_that_is_none_is_explained(name, message, user):
         ("users_networks:tiny", {"width": 3}, "takes no option width; it takes classes"),
         ("resnet18", {"classes": 0}, "classes is 0"),
         ("resnet18", {"classes": True}, "classes is True"),
-        ("resnet18", {"seed": "a"}, "seed is 'a'"),
         ("timm:test_vit", {"num_classes": 3}, "pass classes="),
         ("timm:test_vit", {"pretrained": True}, "pass weights=FILE"),
         ("timm:test_vit", {"checkpoint_path": "x.pth"}, "pass weights=FILE"),
@@ -175,6 +174,25 @@ def test_options_go_to_the_library(tmp_path):
     assert open_network(name, num_hidden_layers=1).config.num_hidden_layers == 1
     with pytest.raises(ConfigError, match="no option nonsense"):
         open_network(name, nonsense=1)
+
+
+@pytest.mark.parametrize("library", ["torchvision", "timm"])
+def test_a_torchvision_that_does_not_load_is_explained(library, monkeypatch):
+    def broken(name):
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(text, "import_module", broken)
+    with pytest.raises(NetworkError, match="install torch and torchvision of matching versions"):
+        open_network(f"{library}:resnet18")
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError("No module named 'timm'", name="timm")
+
+    monkeypatch.setattr(text, "import_module", missing)
+    with pytest.raises(NetworkError, match="pip install timm"):
+        open_network("timm:resnet18")
 
 
 def test_transformers_that_is_missing_is_named(monkeypatch):

@@ -1,6 +1,7 @@
-"""The paper's networks: ResNet-18, -34 and -50, with torchvision's keys so that published weights load; two small ones.
+"""The paper's networks, ResNet-18, -34 and -50, two small ones, and weights from files.
 
-The CIFAR stem (3x3, stride 1, no max-pool) takes its weights from the 7x7 ImageNet stem, average-pooled.
+Their keys are torchvision's, so that published weights load. The CIFAR stem (3x3, stride 1, no max-pool) takes its
+weights from the 7x7 ImageNet stem, average-pooled.
 """
 
 from __future__ import annotations
@@ -9,17 +10,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spalier.errors import ConfigError, NetworkError, WeightsError
-from spalier.text import import_optional
+from spalier.errors import ConfigError, WeightsError
+from spalier.text import check_integer, first_few
 
 Stem = Literal["imagenet", "cifar"]
 StrideOn = Literal["conv1", "conv2"]
+
+
+def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
+
+
+def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
+    if stride == 1 and inputs == outputs:
+        return None
+    return nn.Sequential(_conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
 
 
 class BasicBlock(nn.Module):
@@ -90,7 +101,12 @@ class ResNet(nn.Module):
         width: int = 64,
     ) -> None:
         super().__init__()
-        _check_options(classes, stem, stride_on, width)
+        check_integer("classes", classes, 1)
+        check_integer("width", width, 1)
+        if stem not in ("imagenet", "cifar"):
+            raise ConfigError(f'stem is {stem!r}, expected "imagenet" or "cifar"')
+        if stride_on not in ("conv1", "conv2"):
+            raise ConfigError(f'stride_on is {stride_on!r}, expected "conv1" or "conv2"')
         cifar = stem == "cifar"
         self.conv1 = _conv(3, width, 3) if cifar else _conv(3, width, 7, 2)
         self.bn1 = nn.BatchNorm2d(width)
@@ -99,12 +115,16 @@ class ResNet(nn.Module):
         self.stages = tuple(f"layer{number}" for number in range(1, len(depths) + 1))
         inputs = width
         for number, (name, depth) in enumerate(zip(self.stages, depths, strict=True)):
-            wide = width * 2**number
-            setattr(self, name, _stage(block, inputs, wide, depth, 2 if number else 1, stride_on))
+            wide, stride = width * 2**number, 2 if number else 1
+            first = block(inputs, wide, stride, stride_on)
             inputs = wide * block.expansion
+            others = [block(inputs, wide, 1, stride_on) for _ in range(depth - 1)]
+            setattr(self, name, nn.Sequential(first, *others))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(inputs, classes)
-        _initialise(self)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, 3, h, w) to (batch, classes)."""
@@ -172,27 +192,6 @@ class Loaded:
     """Entries of a head with another number of classes: the network keeps its own."""
 
 
-def network(name: str, **options: Any) -> nn.Module:
-    """A network of another library by name, ``torchvision:NAME`` or ``timm:NAME``; options go to its constructor.
-
-    >>> network("resnet18")
-    Traceback (most recent call last):
-    spalier.errors.NetworkError: 'resnet18' names no library; expected torchvision:NAME or timm:NAME
-    """
-    library, _, model = name.partition(":")
-    if library not in ("torchvision", "timm") or not model:
-        raise NetworkError(f"{name!r} names no library; expected torchvision:NAME or timm:NAME")
-    module = import_optional(
-        "torchvision.models" if library == "torchvision" else "timm", f"networks of {library}", NetworkError
-    )
-    make = module.get_model if library == "torchvision" else module.create_model
-    try:
-        made: nn.Module = make(model, **options)
-    except (ValueError, RuntimeError, TypeError) as error:
-        raise NetworkError(f"{library} cannot make {model!r}: {error}") from error
-    return made
-
-
 def load_weights_(
     net: nn.Module,
     weights: Mapping[str, Tensor] | str | PathLike[str],
@@ -221,8 +220,8 @@ def load_weights_(
     unexpected = sorted(source.keys() - own.keys())
     if missing or unexpected:
         raise WeightsError(
-            f"the weights do not fit the network: missing {_some(missing)}, unexpected {_some(unexpected)}; "
-            "expected the same keys as net.state_dict()"
+            f"the weights do not fit the network: missing {first_few(missing) or 'nothing'}, unexpected "
+            f"{first_few(unexpected) or 'nothing'}; expected the same keys as net.state_dict()"
         )
     pooled, skipped, fitting = [], [], {}
     for key, tensor in source.items():
@@ -231,7 +230,7 @@ def load_weights_(
             tensor.shape == wanted or tensor.numel() == wanted.numel() == 1
         ):  # some files hold (1,) for a scalar
             fitting[key] = tensor.reshape(wanted)
-        elif _is_smaller_kernel(tensor, own[key]):
+        elif _is_larger_stem(tensor, own[key]):
             fitting[key] = F.adaptive_avg_pool2d(tensor.float(), wanted[2:])
             pooled.append(key)
         elif key.startswith(heads):
@@ -278,16 +277,9 @@ def read_weights(path: str | PathLike[str]) -> dict[str, Tensor]:
     return _tensors(_unwrapped(state))
 
 
-def _is_smaller_kernel(source: Tensor, wanted: Tensor) -> bool:
+def _is_larger_stem(source: Tensor, wanted: Tensor) -> bool:
     """True for the one resizing that the paper does: the same 3-input stem with a 3x3 kernel instead of 7x7."""
-    return (
-        source.dim() == 4
-        and wanted.dim() == 4
-        and source.shape[:2] == wanted.shape[:2]
-        and source.shape[1] == 3
-        and tuple(source.shape[2:]) == (7, 7)
-        and tuple(wanted.shape[2:]) == (3, 3)
-    )
+    return source.shape[1:] == (3, 7, 7) and wanted.shape == (len(source), 3, 3, 3)
 
 
 def _unwrapped(state: object) -> object:
@@ -308,51 +300,5 @@ def _tensors(weights: object) -> dict[str, Tensor]:
         )
     broken = [key for key, value in weights.items() if not torch.isfinite(value).all()]
     if broken:
-        raise WeightsError(f"{_some(broken)} holds NaN or infinite values; expected finite weights")
+        raise WeightsError(f"{first_few(broken)} holds NaN or infinite values; expected finite weights")
     return dict(weights)
-
-
-def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
-
-
-def _stage(
-    block: type[BasicBlock | Bottleneck],
-    inputs: int,
-    width: int,
-    depth: int,
-    stride: int,
-    stride_on: StrideOn,
-) -> nn.Sequential:
-    first = block(inputs, width, stride, stride_on)
-    rest = (block(width * block.expansion, width, 1, stride_on) for _ in range(depth - 1))
-    return nn.Sequential(first, *rest)
-
-
-def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
-    if stride == 1 and inputs == outputs:
-        return None
-    return nn.Sequential(_conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
-
-
-def _initialise(net: nn.Module) -> None:
-    for module in net.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-
-
-def _check_options(classes: int, stem: str, stride_on: str, width: int) -> None:
-    if not isinstance(width, int) or isinstance(width, bool) or width < 1:
-        raise ConfigError(f"width is {width!r}, expected an integer of at least 1")
-    if not isinstance(classes, int) or isinstance(classes, bool) or classes < 1:
-        raise ConfigError(f"classes is {classes!r}, expected an integer of at least 1")
-    if stem not in ("imagenet", "cifar"):
-        raise ConfigError(f'stem is {stem!r}, expected "imagenet" or "cifar"')
-    if stride_on not in ("conv1", "conv2"):
-        raise ConfigError(f'stride_on is {stride_on!r}, expected "conv1" or "conv2"')
-
-
-def _some(names: list[str]) -> str:
-    if not names:
-        return "nothing"
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
