@@ -48,7 +48,7 @@ def take_turns(
     repeats = {name: _repeats(call, seconds, clock) for name, call in calls.items()}
     found: dict[str, list[float]] = {name: [] for name in calls}
     order = list(calls)
-    with without_collection():
+    with _without_collection():
         for _ in range(rounds):
             for name in order:
                 found[name].append(_turn(calls[name], repeats[name], clock))
@@ -98,7 +98,7 @@ def finished(call: Call, device: torch.device) -> Call:
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
+def _without_collection() -> Iterator[None]:
     """Collect garbage now, and not while something is timed."""
     enabled = gc.isenabled()
     gc.collect()
