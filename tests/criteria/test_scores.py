@@ -12,7 +12,7 @@ from scipy.stats import spearmanr
 from support import assert_unchanged, awaken_, snapshot, tiny_cnn
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from trained import DigitNet, accuracy, batches, trained
+from trained import DigitNet, accuracy, batches, learn, trained
 
 import spalier as sp
 from spalier import criteria
@@ -428,6 +428,11 @@ def test_every_data_driven_criterion_beats_random(name, accuracies):
     gains = np.array(accuracies[name]) - np.array(accuracies["random"])
     assert (gains > 0).all(), gains
     assert (gains.mean(0) > [10, 6]).all(), gains
+
+
+@pytest.mark.slow
+def test_training_comes_to_such_a_network():
+    assert accuracy(learn(3)) > 93
 
 
 def test_the_network_of_these_tests_is_a_real_one():
