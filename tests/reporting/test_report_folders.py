@@ -1,4 +1,4 @@
-"""Folders become findings: what is read, what is told apart, what is refused."""
+"""Folders become data: what is read, what is told apart, what is refused."""
 
 import contextlib
 import json
@@ -14,11 +14,28 @@ from running import quick
 import spalier as sp
 from spalier.errors import RunError, SpalierError
 from spalier.reporting import report
-from spalier.reporting.comparisons import facets
+from spalier.reporting.comparisons import points
 from spalier.reporting.draw import Rule
 from spalier.reporting.figures import learning_figure, removed_at
 from spalier.reporting.load import block_files, layers, load, measured, share
 from spalier.reporting.page import all_figures, page
+
+
+def series_of(found):
+    """The keys of the tasks of each point, by series, by panel."""
+    panels = {}
+    for point in points(found):
+        series = panels.setdefault(point.panel, {}).setdefault(point.series, [])
+        series.append([task.key for task in point.tasks])
+    return panels
+
+
+def sizes_of(found):
+    """How many tasks each point has, by series, by panel."""
+    return {
+        panel: {name: [len(point) for point in series] for name, series in held.items()}
+        for panel, held in series_of(found).items()
+    }
 
 
 def test_a_run_is_its_rows(tmp_path):
@@ -95,9 +112,8 @@ def test_sweeps_and_folders_of_runs(tmp_path):
     found = load(tmp_path / "s")
     assert (found.kind, len(found.runs), found.failed) == ("sweep", 6, {"method=lora": "out of memory"})
     assert list(found.varied) == ["method"]
-    (facet,) = facets(found)
-    assert [s.label for s in facet.series] == ["SPLoRA", "fine-pruning"]
-    assert [[len(p) for p in s.points] for s in facet.series] == [[3, 3, 3], [3, 3, 3]]
+    assert sizes_of(found) == {"": {"SPLoRA": [3, 3, 3], "fine-pruning": [3, 3, 3]}}
+    assert list(series_of(found)[""]) == ["SPLoRA", "fine-pruning"]
 
 
 def test_data_side_by_side(tmp_path):
@@ -105,7 +121,7 @@ def test_data_side_by_side(tmp_path):
         for method in ("splora", "lora"):
             write_run(tmp_path / "runs" / f"{data}-{method}", method=method, data=data)
     found = load(tmp_path)
-    assert [(f.title, [s.label for s in f.series]) for f in facets(found)] == [
+    assert [(panel, list(series)) for panel, series in series_of(found).items()] == [
         ("cifar10", ["SPLoRA", "LoRA"]),
         ("digits", ["SPLoRA", "LoRA"]),
     ]
@@ -226,20 +242,14 @@ def test_rules_keep_their_density_where_a_task_is_bad(tmp_path):
     assert rules == [(30, "50%"), (60, "25%")]
 
 
-def points(found):
-    return {
-        (f.title, s.label): [[e.key for e in p] for p in s.points] for f in facets(found) for s in f.series
-    }
-
-
 def test_other_densities_are_no_seeds(tmp_path):
     write_run(tmp_path / "a", densities=(1.0, 0.5), extras=False)
     write_run(tmp_path / "b", densities=(1.0, 0.5, 0.25), seed=1, extras=False)
     found = load(tmp_path)
     assert list(found.varied) == ["densities"]
-    assert [len(p) for each in points(found).values() for p in each] == [1] * 5
+    assert [len(point.tasks) for point in points(found)] == [1] * 5
     write_run(tmp_path / "c", densities=(1.0, 0.5), seed=1, extras=False)
-    assert sorted(len(p) for each in points(load(tmp_path)).values() for p in each) == [1, 1, 1, 2, 2]
+    assert sorted(len(point.tasks) for point in points(load(tmp_path))) == [1, 1, 1, 2, 2]
 
 
 def test_a_repeat_is_no_seed(tmp_path):
@@ -250,8 +260,7 @@ def test_a_repeat_is_no_seed(tmp_path):
     found = load(tmp_path)
     assert dict(found.repeats) == {"a": "b"}
     assert [run.name for run in found.runs] == ["b", "c"]
-    ((first, *_),) = points(found).values()
-    assert first == ["b/birds-100", "c/birds-100"]
+    assert [task.key for task in points(found)[0].tasks] == ["b/birds-100", "c/birds-100"]
     text = page(found, all_figures(found))
     assert "<bdi>a</bdi> repeats <bdi>b</bdi>" in text
 
@@ -259,7 +268,7 @@ def test_a_repeat_is_no_seed(tmp_path):
 def test_the_same_density_twice_is_no_seed(tmp_path):
     write_run(tmp_path / "r", extras=False)
     _row(tmp_path / "r", target=1.0)
-    assert [len(p) for each in points(load(tmp_path / "r")).values() for p in each] == [1, 1, 1]
+    assert [len(point.tasks) for point in points(load(tmp_path / "r"))] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -272,20 +281,22 @@ def test_a_store_has_a_panel_for_each_task_and_a_line_for_each_method(named, tmp
                 said = {"data": "birds", "method": method, "seed": 0} | ({"run": run} if named else {})
                 name = f"{run}-{method}-{density}"
                 store.add(task(place, name, metrics={"accuracy": 0.9}, provenance=said, classes=classes))
-    found = facets(load(tmp_path))
-    assert [f.title for f in found] == ["cat-dog", "owl-tit"]
-    for facet in found:
-        assert [s.label for s in facet.series] == ["SPLoRA", "fine-pruning"]
-        assert [[len(p) for p in s.points] for s in facet.series] == [[1, 1], [1, 1]]
+    one_each = {"SPLoRA": [1, 1], "fine-pruning": [1, 1]}
+    found = sizes_of(load(tmp_path))
+    assert found == {"cat-dog": one_each, "owl-tit": one_each}
+    assert [list(series) for series in found.values()] == [["SPLoRA", "fine-pruning"]] * 2
 
 
-def test_names_of_older_files_lose_their_method(tmp_path):
+def test_names_of_panels_lose_their_method(tmp_path):
     store = sp.Store(tmp_path)
     for data in ("birds", "boats"):
         for method in ("splora", "fine-pruning"):
             said = {"data": "x", "method": method, "seed": 0}
             store.add(task(0, f"{data}-{method}-100", metrics={"accuracy": 0.9}, provenance=said))
-    assert [(f.title, len(f.series)) for f in facets(load(tmp_path))] == [("birds", 2), ("boats", 2)]
+    assert {panel: len(series) for panel, series in series_of(load(tmp_path)).items()} == {
+        "birds": 2,
+        "boats": 2,
+    }
 
 
 def test_other_folders_are_refused(tmp_path):

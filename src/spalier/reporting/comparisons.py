@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spalier.adapters import ADAPTERS
@@ -23,33 +23,6 @@ _BYTES = ("file bytes", "network bytes", "base bytes", "pays from so many tasks 
 # -- series -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Series:
-    """Tasks that belong together, by falling density; those of several seeds are one point."""
-
-    label: str
-    css: str
-    """The class of its colour."""
-    shape: int
-    """The shape of its points: where colours come again, it is another one."""
-    points: Sequence[Sequence[TaskResult]]
-
-
-def _look(number: int) -> tuple[str, int]:
-    """Class and shape of a series."""
-    return f"s{number % draw.COLOURS}", number // draw.COLOURS
-
-
-@dataclass(frozen=True, eq=False)
-class Facet:
-    """Series that are shown in one panel."""
-
-    title: str
-    series: Sequence[Series]
-    task: str = ""
-    """What was learned: accuracies compare between panels of the same task."""
-
-
 @dataclass(frozen=True)
 class Mean:
     """A number over seeds."""
@@ -59,13 +32,41 @@ class Mean:
     """With n - 1; None for one value."""
     count: int
 
+    @property
+    def share_range(self) -> tuple[float, float]:
+        """The mean of a share less and plus its deviation."""
+        deviation = self.deviation or 0.0
+        return max(self.value - deviation, 0.0), min(self.value + deviation, 1.0)
 
-def mean(tasks: Sequence[TaskResult], name: str) -> Mean | None:
-    """The mean of a number over the tasks that have it; None where none has."""
-    values = [task.numbers[name] for task in tasks if name in task.numbers]
-    if not values:
-        return None
-    return Mean(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """The tasks of all seeds at one density; series of points lie in panels."""
+
+    panel: str
+    subject: str
+    """What was learned: accuracies compare between panels of one subject."""
+    series: str
+    css: str
+    """The class of its colour."""
+    shape: int
+    """Where all colours are taken, a series has another shape."""
+    tasks: Sequence[TaskResult]
+
+    @property
+    def density(self) -> str:
+        """What was asked for."""
+        return draw.density(self.tasks[0].target)
+
+    def values(self, name: str) -> list[float]:
+        """A number of all tasks that have it."""
+        return [task.numbers[name] for task in self.tasks if name in task.numbers]
+
+    def mean(self, name: str) -> Mean:
+        """The mean of a number that some task has."""
+        values = self.values(name)
+        deviation = statistics.stdev(values) if len(values) > 1 else None
+        return Mean(statistics.fmean(values), deviation, len(values))
 
 
 def setting_name(setting: str, value: Any) -> str:
@@ -103,48 +104,52 @@ def label_of(task: TaskResult, names: Sequence[str]) -> str:
     return clean(", ".join(setting_name(name, task.settings.get(name)) for name in names))
 
 
-def facets(data: ReportData) -> list[Facet]:
-    """All tasks, as panels of series: a panel for each data set, and for more settings where series are too many."""
+def points(data: ReportData) -> list[Point]:
+    """All tasks, by panel and series: a panel for each data set, and for more settings where series are too many."""
     varied = list(data.varied)
 
     def order(task: TaskResult) -> tuple[float, ...]:
         values = (task.settings.get(name) for name in varied)
         return method_order(task), *(float(v) if isinstance(v, int | float) else 0.0 for v in values)
 
-    tasks = [name for name in TASK_SETTINGS if name in varied]
-    outside = tasks if tasks and len(tasks) < len(varied) else []
+    subject = [name for name in TASK_SETTINGS if name in varied]
+    outside = list(subject) if len(subject) < len(varied) else []
     while True:
         inside = [name for name in varied if name not in outside]
-        found: dict[str, dict[str, list[TaskResult]]] = {}
+        panels: dict[str, dict[str, list[TaskResult]]] = {}
         for task in sorted(data.tasks, key=order):
-            panel = found.setdefault(label_of(task, outside), {})
-            panel.setdefault(label_of(task, inside) or method_name(task), []).append(task)
-        if not inside or max(map(len, found.values()), default=0) <= MOST_SERIES:
+            series = panels.setdefault(label_of(task, outside), {})
+            series.setdefault(label_of(task, inside) or method_name(task), []).append(task)
+        if not inside or max(map(len, panels.values()), default=0) <= MOST_SERIES:
             break
         outside.append(inside[0])
-    labels = list(dict.fromkeys(label for panel in found.values() for label in panel))
+    subject = [name for name in subject if name in outside]
+    labels = list(dict.fromkeys(label for series in panels.values() for label in series))
     return [
-        Facet(
-            title,
-            [Series(label, *_look(labels.index(label)), _by_density(held)) for label, held in panel.items()],
-            label_of(next(iter(panel.values()))[0], [name for name in outside if name in TASK_SETTINGS]),
-        )
-        for title, panel in found.items()
+        Point(panel, label_of(together[0], subject), label, *_look(labels.index(label)), together)
+        for panel, series in panels.items()
+        for label, tasks in series.items()
+        for together in _by_density(tasks)
     ]
 
 
+def _look(number: int) -> tuple[str, int]:
+    """Class and shape of a series."""
+    return f"s{number % draw.COLOURS}", number // draw.COLOURS
+
+
 def _by_density(tasks: Sequence[TaskResult]) -> list[list[TaskResult]]:
-    """Points by falling density; tasks of several seeds are one, and no seed is in a point twice."""
-    points: list[list[TaskResult]] = []
+    """Tasks by falling density; those of several seeds are together, and no seed twice."""
+    found: list[list[TaskResult]] = []
     for task in sorted(tasks, key=lambda t: -t.target):
         seed = task.settings.get("seed")
-        for point in points:
-            if point[0].target == task.target and all(t.settings.get("seed") != seed for t in point):
-                point.append(task)
+        for together in found:
+            if together[0].target == task.target and all(t.settings.get("seed") != seed for t in together):
+                together.append(task)
                 break
         else:
-            points.append([task])
-    return points
+            found.append([task])
+    return found
 
 
 # -- accuracy ---------------------------------------------------------------------------------------------------------
@@ -189,27 +194,15 @@ COST_AXES = (
 )
 
 
-@dataclass(frozen=True)
-class _Point:
-    facet: Facet
-    series: Series
-    tasks: Sequence[TaskResult]
-    x: Mean
-    y: Mean
-
-    @property
-    def y_range(self) -> tuple[float, float]:
-        deviation = self.y.deviation or 0.0
-        return max(self.y.value - deviation, 0), min(self.y.value + deviation, 1)
-
-
 def accuracy_figures(data: ReportData) -> Iterator[draw.Figure]:
     """Accuracy against each cost that is known."""
-    found = facets(data)
     for axis in COST_AXES:
-        points = list(_points(data, axis, found))
-        if points:
-            yield _accuracy_figure(data, axis, points)
+        found = []
+        for point in points(data):
+            known = [task for task in point.tasks if axis.is_known(task, data.measure)]
+            found += [replace(point, tasks=known)] if known else []
+        if found:
+            yield _accuracy_figure(data, axis, found)
 
 
 def missing(data: ReportData) -> list[str]:
@@ -218,66 +211,58 @@ def missing(data: ReportData) -> list[str]:
     return [axis.missing for axis in unknown] if data.tasks else []
 
 
-def _points(data: ReportData, axis: CostAxis, found: Sequence[Facet]) -> Iterator[_Point]:
-    for facet in found:
-        for series in facet.series:
-            for tasks in series.points:
-                known = [task for task in tasks if axis.is_known(task, data.measure)]
-                x, y = mean(known, axis.number), mean(known, data.measure)
-                if x is not None and y is not None:
-                    yield _Point(facet, series, known, x, y)
-
-
-def _accuracy_figure(data: ReportData, axis: CostAxis, points: Sequence[_Point]) -> draw.Figure:
-    tasks = [task for point in points for task in point.tasks]
-    x = draw.logarithmic(axis.label, [task.numbers[axis.number] for task in tasks])
-    shown, panels, rows = list(dict.fromkeys(point.facet for point in points)), [], draw.Rows()
-    several = len(shown) > 1
-    for facet in shown:
-        alike = [point for point in points if point.facet.task == facet.task]  # these share their y axis
-        values = [v for p in alike for v in (*p.y_range, *(t.numbers[data.measure] for t in p.tasks))]
+def _accuracy_figure(data: ReportData, axis: CostAxis, found: Sequence[Point]) -> draw.Figure:
+    x = draw.logarithmic(axis.label, [value for point in found for value in point.values(axis.number)])
+    names, panels, rows = list(dict.fromkeys(point.panel for point in found)), [], draw.Rows()
+    several = len(names) > 1
+    for name in names:
+        inside = [point for point in found if point.panel == name]
+        alike = [point for point in found if point.subject == inside[0].subject]  # these share their y axis
+        values = [v for p in alike for v in (*p.mean(data.measure).share_range, *p.values(data.measure))]
         y = draw.linear(MEASURES[data.measure], values, most=1, text=lambda v: f"{100 * v:.4g}%")
-        inside = [point for point in points if point.facet is facet]
         marks = [mark for point in inside for mark in _point_marks(data.measure, axis, point)]
-        for series in dict.fromkeys(point.series for point in inside):
-            line = [(point.x.value, point.y.value) for point in inside if point.series is series]
-            label = series.label if not several or len(facet.series) > 1 else ""
-            marks.append(draw.Line(line, series.css, label, axis.joined))
-        panels.append(draw.Panel(x, y, marks, facet.title, height=180 if several else 250))
-    for p in points:
-        cost = int(p.x.value) if p.x.value == int(p.x.value) else p.x.value
-        names = ([p.facet.title] if several else []) + [p.series.label, draw.density(p.tasks[0].target)]
-        rows.append([*names, p.y.count, cost, p.y.value, p.y.deviation, ", ".join(t.key for t in p.tasks)])
+        series = dict.fromkeys((point.series, point.css) for point in inside)
+        for label, css in series:
+            line = [p for p in inside if p.series == label]
+            places = [(p.mean(axis.number).value, p.mean(data.measure).value) for p in line]
+            shown = label if not several or len(series) > 1 else ""
+            marks.append(draw.Line(places, css, shown, axis.joined))
+        panels.append(draw.Panel(x, y, marks, name, height=180 if several else 250))
+    for point in found:
+        cost, accuracy = point.mean(axis.number).value, point.mean(data.measure)
+        told = ([point.panel] if several else []) + [point.series, point.density]
+        known = [int(cost) if cost == int(cost) else cost, accuracy.value, accuracy.deviation]
+        rows.append([*told, accuracy.count, *known, ", ".join(task.key for task in point.tasks)])
     columns = ["series", "density", "tasks", axis.label, MEASURES[data.measure], "standard deviation", "task"]
     columns = ["panel", *columns] if several else columns
     caption = axis.caption
-    if any(len(point.tasks) > 1 for point in points):
+    if any(len(point.tasks) > 1 for point in found):
         caption += " Means over seeds with standard deviations; faint points are single runs."
-    if len(tasks) < len(data.tasks):
-        caption += f" {len(data.tasks) - len(tasks)} without these numbers are not shown."
+    if left_out := len(data.tasks) - sum(len(point.tasks) for point in found):
+        caption += f" {left_out} without these numbers are not shown."
     return draw.Figure(axis.name, f"Accuracy against {axis.title}", caption, panels, columns, rows)
 
 
-def _point_marks(measure: str, axis: CostAxis, point: _Point) -> Iterator[draw.Mark]:
+def _point_marks(measure: str, axis: CostAxis, point: Point) -> Iterator[draw.Mark]:
     """The mean of several seeds with its error bar and single runs, or the one task that there is."""
-    series, x, y = point.series, point.x, point.y
+    x, y = point.mean(axis.number).value, point.mean(measure)
     lines = [
-        f"{series.label}, density {draw.density(point.tasks[0].target)}",
+        f"{point.series}, density {point.density}",
         f"{MEASURES[measure]} {percent(y.value, 2)}",
-        f"{short_number(x.value)} {axis.unit}",
+        f"{short_number(x)} {axis.unit}",
     ]
     for word in ("channels", "MACs"):
-        if (found := mean(point.tasks, word.lower())) is not None:
-            lines.append(f"{percent(found.value)} of {word}")
+        if point.values(word.lower()):
+            lines.append(f"{percent(point.mean(word.lower()).value)} of {word}")
     if y.deviation is not None:
         lines[1] += f" ± {100 * y.deviation:.2f}, {y.count} seeds"
-        yield draw.ErrorBar(x.value, *point.y_range, series.css)
+        yield draw.ErrorBar(x, *y.share_range, point.css)
         for task in point.tasks:
-            at, accuracy = task.numbers[axis.number], task.numbers[measure]
+            cost, accuracy = task.numbers[axis.number], task.numbers[measure]
             tip = f"{task.name}, seed {task.settings.get('seed')}\n{MEASURES[measure]} {percent(accuracy, 2)}"
-            tip += f"\n{axis.label} {short_number(at)}"
-            yield draw.Dot(at, accuracy, f"{series.css} faint", tip, task.key, series.shape, small=True)
-    yield draw.Dot(x.value, y.value, series.css, "\n".join(lines), point.tasks[0].key, series.shape)
+            tip += f"\n{axis.label} {short_number(cost)}"
+            yield draw.Dot(cost, accuracy, f"{point.css} faint", tip, task.key, point.shape, small=True)
+    yield draw.Dot(x, y.value, point.css, "\n".join(lines), point.tasks[0].key, point.shape)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -285,47 +270,37 @@ def _point_marks(measure: str, axis: CostAxis, point: _Point) -> Iterator[draw.M
 
 def bytes_figures(data: ReportData) -> list[draw.Figure]:
     """What files take on disk, and when that pays."""
-    known = [task for task in data.tasks if task.numbers.get("bytes")]
-    methods = _costs_by_method(data)
-    return [_files_figure(data, known)] * bool(known) + [_break_even_figure(methods)] * bool(methods)
+    known = [t for t in data.tasks if all(t.numbers.get(name) for name in ("bytes", "network", "base"))]
+    return [_files_figure(data, known), _break_even_figure(_costs_by_method(data, known))] if known else []
 
 
 def _files_figure(data: ReportData, known: Sequence[TaskResult]) -> draw.Figure:
     """What the file of each task takes on disk; the mean over seeds, where there are several."""
-    kinds = {task.settings.get("method") == "fine-pruning" for task in known}
-    inside = ["masks, adapters, norms and head"] if False in kinds else []
-    inside += ["for fine-pruning, masks and all weights that are left"] if True in kinds else []
-    caption = f"Bytes of each task's file: {'; '.join(inside)}."
-    points = [(facet, s, point) for facet in facets(data) for s in facet.series for point in s.points]
-    rows = []
-    for facet, series, point in points:
-        if (found := mean(point, "bytes")) is not None:
-            words = [facet.title, series.label, draw.density(point[0].target)]
-            name = point[0].name if len(data.runs) == 1 else ", ".join(filter(None, words))
-            rows.append((name, found.value, f"{name}\n{byte_size(found.value)}", point[0].key))
-    caption += " Means over seeds." if any(len(point) > 1 for _, _, point in points) else ""
+    caption = (
+        "Bytes of each task's file: masks, adapters, norms and head; for fine-pruning, masks and all weights that are "
+        "left."
+    )
+    found, rows = [point for point in points(data) if point.values("bytes")], []
+    for point in found:
+        words = ", ".join(filter(None, [point.panel, point.series, point.density]))
+        name, size = point.tasks[0].name if len(data.runs) == 1 else words, point.mean("bytes").value
+        rows.append((name, size, f"{name}\n{byte_size(size)}", point.tasks[0].key))
+    caption += " Means over seeds." if any(len(point.tasks) > 1 for point in found) else ""
     if len(rows) > MOST_BARS:
         rows = sorted(rows, key=lambda row: -row[1])[:MOST_BARS]
         caption += f" The {MOST_BARS} largest; the table has more."
-    cells: draw.Rows = [
-        [t.run, t.name, *(t.numbers.get(n) for n in ("bytes", "network", "base")), _pays_from(_costs([t]))]
-        for t in known
-    ]
-    columns = ["run", "task", *_BYTES]
-    return draw.Figure(
-        "files", "Files", caption, [bars("", rows, "kept", byte_size)], columns, cells, "files"
-    )
+    columns, cells = ["run", "task", *_BYTES], draw.Rows()
+    for task in known:
+        sizes = [task.numbers[name] for name in ("bytes", "network", "base")]
+        cells.append([task.run, task.name, *sizes, _costs([task]).break_even or "never"])
+    panel = bars("", rows, "kept", byte_size)
+    return draw.Figure("files", "Files", caption, [panel], columns, cells, "files")
 
 
-def _costs(tasks: Sequence[TaskResult]) -> StoreReport | None:
-    """Bytes of tasks like these; None where they are not known."""
-    known = [t.numbers for t in tasks if all(t.numbers.get(n) for n in ("bytes", "network", "base"))]
-    costs = tuple(TaskCost("", int(numbers["bytes"]), int(numbers["network"])) for numbers in known)
-    return StoreReport(int(max(numbers["base"] for numbers in known)), costs) if known else None
-
-
-def _pays_from(costs: StoreReport | None) -> int | str | None:
-    return None if costs is None else costs.break_even or "never"
+def _costs(tasks: Sequence[TaskResult]) -> StoreReport:
+    """Bytes of tasks on one base."""
+    costs = [TaskCost(t.name, int(t.numbers["bytes"]), int(t.numbers["network"])) for t in tasks]
+    return StoreReport(int(max(task.numbers["base"] for task in tasks)), tuple(costs))
 
 
 def _break_even_figure(methods: Mapping[str, Mapping[float, StoreReport]]) -> draw.Figure:
@@ -339,12 +314,12 @@ def _break_even_figure(methods: Mapping[str, Mapping[float, StoreReport]]) -> dr
         for target, costs in by_density.items():
             count = len(costs.costs)
             means = [round(total / count) for total in (costs.on_disk - costs.base, costs.networks)]
-            rows.append([label, draw.density(target), count, *means, costs.base, _pays_from(costs)])
-        points = [(target, float(even)) for target, c in by_density.items() if (even := c.break_even)]
-        if points and number < MOST_SERIES:
-            evens += [pays for _, pays in points]
-            marks.append(draw.Line(points, css, label if len(methods) > 1 else ""))
-            for target, pays in points:
+            rows.append([label, draw.density(target), count, *means, costs.base, costs.break_even or "never"])
+        line = [(target, float(even)) for target, c in by_density.items() if (even := c.break_even)]
+        if line and number < MOST_SERIES:
+            evens += [pays for _, pays in line]
+            marks.append(draw.Line(line, css, label if len(methods) > 1 else ""))
+            for target, pays in line:
                 tip = f"{label}, density {draw.density(target)}\npays from {pays:,.0f} tasks on"
                 marks.append(draw.Dot(target, pays, css, tip, shape=shape))
         if missed := [draw.density(target) for target, c in by_density.items() if not c.break_even]:
@@ -365,9 +340,8 @@ def _break_even_figure(methods: Mapping[str, Mapping[float, StoreReport]]) -> dr
     return draw.Figure("break-even", "Break-even", caption, panels, columns, rows, "files")
 
 
-def _costs_by_method(data: ReportData) -> Mapping[str, Mapping[float, StoreReport]]:
+def _costs_by_method(data: ReportData, known: Sequence[TaskResult]) -> dict[str, dict[float, StoreReport]]:
     """By base and method, rank and whatever else differs but the task and the seed; by falling density."""
-    known = [task for task in data.tasks if _costs([task]) is not None]
     several = len({task.architecture for task in known}) > 1
     names = [name for name in data.varied if name not in (*TASK_SETTINGS, "base")]
     found: dict[str, dict[float, list[TaskResult]]] = {}
@@ -375,7 +349,4 @@ def _costs_by_method(data: ReportData) -> Mapping[str, Mapping[float, StoreRepor
         label = label_of(task, names) or method_name(task)
         label += f", base {task.architecture[:8]}" if several else ""
         found.setdefault(label, {}).setdefault(task.target, []).append(task)
-    return {
-        label: {t: costs for t in sorted(held, reverse=True) if (costs := _costs(held[t])) is not None}
-        for label, held in found.items()
-    }
+    return {label: {target: _costs(held[target]) for target in held} for label, held in found.items()}

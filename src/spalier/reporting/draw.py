@@ -97,9 +97,7 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
 
-def linear(
-    label: str, values: Iterable[float], *, most: float = math.inf, text: Format = short_number
-) -> Axis:
+def linear(label: str, values: Iterable[float], most: float = math.inf, text: Format = short_number) -> Axis:
     """An axis for these values with some room at its ends, but not below zero or beyond the most that is possible."""
     found = list(values) or [0.0, 1.0]
     low, high = min(found), max(found)
@@ -108,9 +106,7 @@ def linear(
     return Axis(label, low, high, _labelled(linear_ticks(low, high), text), grid=True)
 
 
-def logarithmic(
-    label: str, values: Iterable[float], *, text: Format = short_number, grid: bool = False
-) -> Axis:
+def logarithmic(label: str, values: Iterable[float], text: Format = short_number, grid: bool = False) -> Axis:
     """A logarithmic axis for these positive values, with some room at its ends."""
     found = [v for v in values if v > 0] or [1.0, 10.0]
     room = 10 ** max(0.06 * math.log10(max(found) / min(found)), 0.03)
@@ -257,13 +253,10 @@ class Branch:
     """A layer of the espalier, with a leaf for each channel."""
 
     y: float
+    name: str
     removed_at: Sequence[int]
     """For each channel, the step from which on it is gone; ``steps`` where it stays."""
     steps: int
-    name: str
-    count: str
-    """How many channels are left, beside the branch."""
-    tip: str
     reach: float
     """How much of half the width the layer takes."""
 
@@ -508,8 +501,6 @@ class Frame:
         x, y, r = self.x(dot.x), self.y(dot.y), 2.0 if dot.small else 3.4
         side = 1.9 * r if dot.shape == 1 else 1.3 * r  # of a square, or half a diamond's diagonal
         shape = _SHAPES[dot.shape % len(_SHAPES)].format(x=x, y=y, r=r, w=side)
-        if not dot.tip:
-            return f'<g class="dot {dot.css}">{shape}</g>'
         target = f'<circle class="target" cx="{x:.1f}" cy="{y:.1f}" r="9"/>'
         return f'<g class="dot point {dot.css}"{_attributes(dot.tip, dot.task)}>{shape}{target}</g>'
 
@@ -541,10 +532,11 @@ class Frame:
             shade = math.ceil(4 * step / branch.steps)
             gone = "" if step == branch.steps else f' gone g{shade}" data-cut="{step}'
             pieces.append(_path(f"{css}{gone}", d))
+        left = sum(step == branch.steps for step in branch.removed_at)
+        tip = _attributes(f"{branch.name}\n{left} of {count} channels at {self.panel.title}")
         place = f'x="{self.left:.1f}" y="{y - room:.1f}" width="{self.right - self.left:.1f}"'
-        tip = _attributes(branch.tip)
         pieces.append(f'<rect class="target tipped" {place} height="{2 * room:.1f}"{tip}/>')
-        pieces.append(_text(self.right + 8, y + 3.5, branch.count, "count"))
+        pieces.append(_text(self.right + 8, y + 3.5, f"{left} / {count}", "count"))
         return f'<g class="branch" data-layer="{_escaped(branch.name)}">{"".join(pieces)}</g>'
 
 

@@ -52,21 +52,17 @@ def network_figure(run: Run, name: str) -> draw.Figure | None:
     found = steps(run)
     if not found:
         return None
-    last, layers = found[-1], found[-1].layers
+    layers = found[-1].layers
     widest, count = max(layer.channels for layer in layers), len(layers)
     marks: list[draw.Mark] = [draw.Line([(0, -0.7), (0, count - 0.5)], "trunk")]
     for i, layer in enumerate(layers):
-        left = f"{layer.left} / {layer.channels}"
-        tip = (
-            f"{layer.name}\n{layer.left} of {layer.channels} channels at density {draw.density(last.target)}"
-        )
         reach = math.sqrt(layer.channels / widest)
-        marks.append(draw.Branch(i, removed_at(found, i), len(found), layer.name, left, tip, reach))
+        marks.append(draw.Branch(i, layer.name, removed_at(found, i), len(found), reach))
     panel = draw.Panel(
         draw.Axis("input at the foot, head at the top", -1, 1),
         draw.Axis("", -0.7, count - 0.4, tuple((float(i), x.name) for i, x in enumerate(layers)), grid=True),
         marks,
-        f"density {draw.density(last.target)}",
+        f"density {draw.density(found[-1].target)}",
         height=min(max(440 / count, 13.0), 34.0) * (count + 0.3),
         font_size=10,
         layers=True,
@@ -91,44 +87,38 @@ def removed_at(found: Sequence[TaskResult], layer: int) -> list[int]:
 
 def learning_figure(run: Run, name: str) -> draw.Figure | None:
     """Loss and validation accuracy over the steps of a run, with a rule at each prune."""
-    loss = [(e.step, e.loss, e.block) for e in run.epochs if e.loss is not None]
+    losses = [(e.step, e.loss, e.block) for e in run.epochs if e.loss is not None]
     seen = [(e.step, e.validation, e.block) for e in run.epochs if e.validation is not None]
-    if not loss:
+    if not losses:
         return None
-    ends = {
-        block: max(e.step for e in run.epochs if e.block == block) for block in {e.block for e in run.epochs}
-    }
+    ends = {epoch.block: epoch.step for epoch in run.epochs}  # the last step of each block
     rules = [
         draw.Rule(end, draw.density(run.targets[block + 1]) if block + 1 in run.targets else "")
         for block, end in sorted(ends.items())
         if block + 1 in ends or block + 1 in run.targets
     ]
-    x = draw.linear("steps", [0, *(e.step for e in run.epochs)])
-    y = draw.linear("training loss", [0, *(value for _, value, _ in loss)])
-    panels = [_curve(x, y, loss, rules, "s0")]
+    x = draw.linear("steps", [0, *(epoch.step for epoch in run.epochs)])
+
+    def curve(y: draw.Axis, points: Sequence[tuple[int, float, int]], css: str, form: str) -> draw.Panel:
+        marks: list[draw.Mark] = [*rules]
+        for block in dict.fromkeys(block for _, _, block in points):
+            line = [(float(step), value) for step, value, b in points if b == block]
+            marks.append(draw.Line(line, css))
+            tips = [f"step {step:.0f}, block {block}\n{y.label} {form.format(value)}" for step, value in line]
+            marks += [draw.Dot(*at, css, tip, small=True) for at, tip in zip(line, tips, strict=True)]
+        return draw.Panel(x, y, marks, height=200)
+
     caption = "Rules are prunes, with the density that they led to; each block learns with what is left."
+    panels = [curve(draw.linear("training loss", [0, *(v for _, v, _ in losses)]), losses, "s0", "{:.4f}")]
     if seen:
-        values = [value for _, value, _ in seen]
-        y = draw.linear("validation accuracy", values, most=1, text=lambda v: f"{100 * v:.4g}%")
-        panels.append(_curve(x, y, seen, rules, "s1"))
+        accuracies = [value for _, value, _ in seen]
+        y = draw.linear("validation accuracy", accuracies, 1, lambda v: f"{100 * v:.4g}%")
+        panels.append(curve(y, seen, "s1", "{:.2%}"))
     else:
         caption += " Validation accuracy was measured only at the ends of blocks."
     columns = ["block", "step", "loss", "validation"]
     rows = [[e.block, e.step, e.loss, e.validation] for e in run.epochs]
     return draw.Figure(name, "Learning", caption, panels, columns, rows, "run", run.name)
-
-
-def _curve(
-    x: draw.Axis, y: draw.Axis, points: Sequence[tuple[int, float, int]], rules: Sequence[draw.Mark], css: str
-) -> draw.Panel:
-    form = "{:.4f}" if css == "s0" else "{:.2%}"
-    blocks = sorted({block for _, _, block in points})
-    lines = [draw.Line([(step, value) for step, value, b in points if b == block], css) for block in blocks]
-    dots = [
-        draw.Dot(step, value, css, f"step {step}, block {block}\n{y.label} {form.format(value)}", small=True)
-        for step, value, block in points
-    ]
-    return draw.Panel(x, y, [*rules, *lines, *dots], height=200)
 
 
 # -- a task -----------------------------------------------------------------------------------------------------------
@@ -156,17 +146,14 @@ def _classes_figure(task: TaskResult, counts: Sequence[Sequence[int]], part: str
     for place, (i, total, share) in enumerate(shown):
         tip = f"{task.classes[i]}\n{percent(share)} of {total} classified correctly"
         marks += [draw.Line([(0, place), (share, place)], "stem"), draw.Dot(share, place, "s0", tip)]
-    x = draw.Axis(
-        "classified correctly", 0, 1, tuple((t, f"{100 * t:.0f}%") for t in draw.linear_ticks(0, 1, 4))
-    )
+    x = draw.linear("classified correctly", [0, 1], most=1, text=lambda v: f"{100 * v:.0f}%")
     y = rows_axis([draw.fitted(task.classes[i], 110) for i, _, _ in shown])
     caption = f"Shares of the {part} samples of each class."
     if len(rows) > len(shown):
         caption += f" The {len(shown)} worst of {len(rows)} classes; the table has more."
     cells: draw.Rows = [[task.classes[i], total, share] for i, total, share in rows]
     cells += [[task.classes[i], 0, None] for i, row in enumerate(counts) if not sum(row)]
-    columns = ["class", "samples", "classified correctly"]
-    panel = draw.Panel(x, y, marks, height=max(16 * len(shown), 40))
+    panel, columns = draw.Panel(x, y, marks, height=max(16 * len(shown), 40)), ["class", "samples", x.label]
     return draw.Figure(f"classes-{name}", "Classes", caption, [panel], columns, cells, "task", task.key)
 
 
@@ -286,9 +273,8 @@ def _examples_figure(task: TaskResult, name: str) -> draw.Figure:
     columns, rows = ["image", "class", "predicted as", "confidence"], draw.Rows()
     for number, each in enumerate(task.examples, 1):
         rows.append([number, task.classes[each.label], task.classes[each.guess], each.confidence])
-    return draw.Figure(
-        f"examples-{name}", "Right and wrong", caption, [panel], columns, rows, "task", task.key
-    )
+    names = (f"examples-{name}", "Right and wrong", caption)
+    return draw.Figure(*names, [panel], columns, rows, "task", task.key)
 
 
 def _image(task: TaskResult, example: Example, x: float, y: float) -> list[draw.Mark]:

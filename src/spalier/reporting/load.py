@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ TASK_SETTINGS = ("name", "data", "classes")
 MAX_PIXELS = 1 << 24
 SMALLEST, LARGEST = 1e-100, 1e15
 """Between these lie all numbers that a run can measure, zero aside, and all that can be drawn."""
+_METRICS = {"test": "accuracy", "validation": "validation"}
 _SHARES = ("channels", "weights", "macs")
 _MEASURED = (*_SHARES, "learned", "bytes", "latency_ms")
 _SILENT = RESUMABLE | {"seed"}
@@ -226,7 +227,7 @@ def _load_runs(kind: str, folder: Path, paths: Sequence[Path], failed: dict[str,
         settings[name] = _settings(path)
         runs.append(_load_run(path, name, settings[name], failed))
     first, *others = settings.values() or [{}]
-    shared = {name: first[name] for name in first if all(other[name] == first[name] for other in others)}
+    shared = {n: v for n, v in first.items() if n not in RESUMABLE and all(other[n] == v for other in others)}
     repeats = repeated(settings, {run.name: len(run.tasks) for run in runs})
     runs = [run for run in runs if run.name not in repeats]
     names = varied([first, *others])
@@ -238,7 +239,7 @@ def _settings(folder: Path) -> dict[str, Any]:
         loaded = Settings.load(folder)
     except ConfigError as error:
         raise RunError("folder", f"{str(folder)!a} has settings that cannot be read: {error}") from error
-    return {each.name: getattr(loaded, each.name) for each in fields(Settings)}
+    return asdict(loaded)
 
 
 def _newest(folder: Path) -> str:
@@ -283,7 +284,6 @@ def _as_text(value: Any) -> str:
 def _load_run(folder: Path, name: str, settings: Mapping[str, Any], failed: dict[str, str]) -> Run:
     tasks: list[TaskResult] = []
     targets: dict[int, float] = {}
-    seen: dict[str, str] = {}
     for path in block_files(folder):
         with _readable(path, "the row of a block, its classes and their confusion"):
             block = json.loads(path.read_text("utf-8"))
@@ -291,9 +291,8 @@ def _load_run(folder: Path, name: str, settings: Mapping[str, Any], failed: dict
             if (target := measured(row.get("target"), SMALLEST)) is not None:
                 targets[number] = target
             task = str(row.get("task"))
-            if task in seen:
-                raise ValueError(f"{seen[task]} is of the task {task} too")
-            seen[task] = path.name
+            if task in {other.name for other in tasks}:
+                raise ValueError(f"another block is of the task {task} too")
             try:
                 file = Task.load(folder / "tasks" / f"{check_name(task)}{SUFFIX}")
             except TaskFileError as error:
@@ -432,10 +431,7 @@ def _task_result(task: Task, run: str, settings: Mapping[str, Any], target: floa
     """What a task's file says; networks are counted in float32."""
     said = task.info
     numbers: dict[str, float | None] = {"learned": said.learned}
-    numbers |= {
-        "test": share(said.metrics.get("accuracy")),
-        "validation": share(said.metrics.get("validation")),
-    }
+    numbers |= {name: share(said.metrics.get(key)) for name, key in _METRICS.items()}
     for name in _SHARES:
         if (pair := getattr(said.density, name)) is not None:
             numbers |= {name: pair[0] / pair[1], f"{name}_left": pair[0], f"{name}_of": pair[1]}
@@ -460,16 +456,16 @@ def _load_store(folder: Path) -> ReportData:
     groups: dict[str, list[TaskResult]] = {}
     for name in store:
         try:
-            task = _stored(store.load(name), (folder / f"{name}{SUFFIX}").stat().st_size)
+            task = _stored(store.load(name), store.path(name).stat().st_size)
         except (SpalierError, OSError) as error:
             failed[name] = str(error)
         else:
             groups.setdefault(_as_text(task.settings), []).append(task)
-    runs = []
-    for number, tasks in enumerate(groups.values(), 1):
-        is_unique = sum(others[0].run == tasks[0].run for others in groups.values()) == 1
-        name = tasks[0].run if is_unique else f"{tasks[0].run} ({number})"
-        runs.append(Run(name, sorted(tasks, key=lambda t: (-t.target, t.name))))
+    names = [tasks[0].run for tasks in groups.values()]
+    if len(set(names)) < len(names):
+        names = [f"{name} ({number})" for number, name in enumerate(names, 1)]
+    ordered = [sorted(tasks, key=lambda t: (-t.target, t.name)) for tasks in groups.values()]
+    runs = [Run(name, tasks) for name, tasks in zip(names, ordered, strict=True)]
     settings = [tasks[0].settings for tasks in groups.values()] or [{}]
     return ReportData("store", folder.absolute().name, runs, {}, varied(settings), failed, _newest(folder))
 
@@ -481,10 +477,9 @@ def _stored(task: Task, file_bytes: int) -> TaskResult:
     if target is None:
         target = 1.0 if channels is None else round(channels[0] / channels[1], 2)
     methods = {kind.__name__: method for method, kind in ADAPTERS.items()}
-    plain = without_method(name)
     settings = {
-        "name": str(origin.get("run") or plain),
-        "data": str(origin.get("data") or plain),
+        "name": str(origin.get("run") or without_method(name)),
+        "data": str(origin.get("data") or without_method(name)),
         "classes": list(said.classes),
         "method": str(origin.get("method") or methods.get(said.adapter["kind"], said.adapter["kind"])),
         "rank": said.adapter.get("rank"),

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib.resources import files as package_files
@@ -17,12 +18,11 @@ from typing import Any
 
 from spalier import files
 from spalier.errors import ConfigError
-from spalier.reporting.comparisons import accuracy_figures, bytes_figures, facets, mean, method_name, missing
+from spalier.reporting.comparisons import Point, accuracy_figures, bytes_figures, method_name, missing, points
 from spalier.reporting.draw import Cell, Figure, Line, density, to_svg
 from spalier.reporting.figures import learning_figure, network_figure, steps, task_figures
 from spalier.reporting.load import MEASURES, TASK_SETTINGS, ReportData, Run, TaskResult, load
 from spalier.runs.checkpoint import write_errors
-from spalier.runs.settings import RESUMABLE
 from spalier.tasks.format import SUFFIX
 from spalier.text import byte_size, clean, first_few, import_optional, percent, short_number
 
@@ -109,11 +109,19 @@ def page(data: ReportData, figures: Sequence[Figure]) -> str:
         finalize=lambda value: clean(value) if type(value) is str else value,  # escaping comes after
     )
     css, js = (resource("figure.css") + resource("page.css")).replace("\n", ""), resource("page.js")
-    overview = [figure for figure in figures if figure.place == "overview"]
+    # the browser may load and run this style, this script and images in the page, and nothing else
+    style, script = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (css, js))
+    policy = (
+        f"default-src 'none'; img-src data:; style-src 'sha256-{style}'; script-src 'sha256-{script}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    placed = defaultdict[tuple[str, str], list[Figure]](list)
+    for figure in figures:
+        placed[figure.place, figure.of].append(figure)
+    overview = placed["overview", ""]
     labels = [m for f in overview for p in f.panels for m in p.marks if isinstance(m, Line) and m.label]
-    trio = len(overview) == 3 and not any(f.wide for f in overview) and len(labels) <= 18
     text: str = environment.from_string(resource("page.html")).render(
-        policy=_policy(css, js),
+        policy=policy,
         css=css,
         js=js,
         script_data=escaped_json(_script_data(data)),
@@ -122,25 +130,14 @@ def page(data: ReportData, figures: Sequence[Figure]) -> str:
         title=_title(data),
         lede=_lede(data),
         totals=totals(data),
-        settings=_settings(data),
-        overview=[_drawn(figure, small=trio) for figure in overview],
-        trio=trio,
+        trio=len(overview) == 3 and not any(f.wide for f in overview) and len(labels) <= 18,
         missing=missing(data),
-        runs=[_run(run, figures) for run in _shown_runs(data)],
-        files=[_drawn(figure) for figure in figures if figure.place == "files"],
+        runs=_shown_runs(data),
+        figures=placed,
+        drawn=_drawn,
+        facts=_facts,
     )
     return text
-
-
-def _policy(css: str, js: str) -> str:
-    """What the browser may load and run: this style, this script, images in the page, nothing else."""
-    style, script = (
-        "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (css, js)
-    )
-    return (
-        f"default-src 'none'; img-src data:; style-src '{style}'; script-src '{script}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
 
 
 def escaped_json(value: Any) -> str:
@@ -155,55 +152,35 @@ def _script_data(data: ReportData) -> dict[str, Any]:
     for place, run in enumerate(_shown_runs(data)):
         found = steps(run)
         for task in run.tasks:
-            accuracy = task.numbers.get(data.measure)
-            words = "" if accuracy is None else f", {MEASURES[data.measure]} {percent(accuracy)}"
-            tasks.append(
-                {
-                    "key": clean(task.key),
-                    "run": place,
-                    "step": found.index(task) if task in found else None,
-                    "density": density(task.target),
-                    "said": density(task.target) + words,
-                }
-            )
+            accuracy, words = task.numbers.get(data.measure), density(task.target)
+            seen = "" if accuracy is None else f", {MEASURES[data.measure]} {percent(accuracy)}"
+            step = found.index(task) if task in found else None
+            known = {
+                "key": clean(task.key),
+                "run": place,
+                "step": step,
+                "density": words,
+                "said": words + seen,
+            }
+            tasks.append(known)
         layers = found[0].layers if found else ()
-        networks.append(
-            [
-                [clean(x.name), x.channels, [task.layers[i].left for task in found]]
-                for i, x in enumerate(layers)
-            ]
-        )
+        left = [[task.layers[i].left for task in found] for i in range(len(layers))]
+        networks.append([[clean(x.name), x.channels, left[i]] for i, x in enumerate(layers)])
     names = [clean(run.name) for run in _shown_runs(data)]
     return {"tasks": tasks, "networks": networks, "runs": names, "start": _first_shown(data)}
 
 
 def _first_shown(data: ReportData) -> int:
     """Of the first series, the smallest task that is nearly as accurate as the best."""
-    first = [point[0] for facet in facets(data)[:1] for point in facet.series[0].points]
-    known = [task for task in first if data.measure in task.numbers]
+    known = [point.tasks[0] for point in _first_series(data) if data.measure in point.tasks[0].numbers]
     best = max((task.numbers[data.measure] for task in known), default=0.0)
     near = [task for task in known if task.numbers[data.measure] >= best - NEARLY]
     return data.tasks.index(near[-1]) if near else 0
 
 
-def _run(run: Run, figures: Sequence[Figure]) -> dict[str, Any]:
-    own = [figure for figure in figures if (figure.place, figure.of) == ("run", run.name)]
-    tasks = [
-        {
-            "key": clean(task.key),
-            "name": task.name,
-            "facts": _facts(task),
-            "figures": [_drawn(f) for f in figures if (f.place, f.of) == ("task", task.key)],
-        }
-        for task in run.tasks
-    ]
-    return {
-        "name": run.name,
-        "note": "" if run.done else "(not finished)",
-        "network": [_drawn(figure) for figure in own if _is_network(figure)],
-        "learning": [_drawn(figure) for figure in own if not _is_network(figure)],
-        "tasks": tasks,
-    }
+def _first_series(data: ReportData) -> list[Point]:
+    found = points(data)
+    return [p for p in found if (p.panel, p.series) == (found[0].panel, found[0].series)]
 
 
 def _drawn(figure: Figure, small: bool = False) -> dict[str, Any]:
@@ -269,37 +246,27 @@ def _count(number: int, word: str) -> str:
 
 def totals(data: ReportData) -> list[tuple[str, str]]:
     """The numbers at the top of the page."""
-    found = [*_ends(data)]
     sizes = [task.numbers["bytes"] for task in data.tasks if "bytes" in task.numbers]
     bases = [task.numbers["base"] for task in data.tasks if "base" in task.numbers]
-    if sizes:
-        found.append((f"in {_count(len(sizes), 'task file')}", byte_size(sum(sizes))))
-    if bases:
-        found.append(("the base, in float32", byte_size(max(bases))))
+    found = [*_ends(data)]
+    found += [(f"in {_count(len(sizes), 'task file')}", byte_size(sum(sizes)))] if sizes else []
+    found += [("the base, in float32", byte_size(max(bases)))] if bases else []
     return found
 
 
 def _ends(data: ReportData) -> Iterator[tuple[str, str]]:
     """Accuracy at the highest and the lowest density of the first method; nothing where tasks do not compare."""
-    found = [] if any(name in data.varied for name in TASK_SETTINGS) else facets(data)[:1]
-    points = [point for facet in found for point in facet.series[0].points]
-    known = [(point, seen) for point in points if (seen := mean(point, data.measure)) is not None]
-    for point, seen in known[:1] + known[1:][-1:]:
-        at = f"{density(point[0].target)}, {method_name(point[0])}"
-        spread = "" if seen.deviation is None else f"\u00a0±\u00a0{100 * seen.deviation:.1f}"
-        seeds = f", mean of {seen.count} seeds" if seen.count > 1 else ""
-        yield f"{MEASURES[data.measure]} at {at}{seeds}", f"{percent(seen.value)}{spread}"
-    if len(known) > 1 and (macs := mean(known[-1][0], "macs")) is not None:
-        yield f"of the MACs at {density(known[-1][0][0].target)}", percent(macs.value)
-
-
-def _settings(data: ReportData) -> list[tuple[str, str]]:
-    """The settings that all runs share, those of the machine aside."""
-    return [
-        (name, value if isinstance(value, str) else json.dumps(value, default=str))
-        for name, value in data.settings.items()
-        if value is not None and name not in RESUMABLE
-    ]
+    if any(name in data.varied for name in TASK_SETTINGS):
+        return
+    known = [point for point in _first_series(data) if point.values(data.measure)]
+    for point in known[:1] + known[1:][-1:]:
+        mean = point.mean(data.measure)
+        spread = "" if mean.deviation is None else f"\u00a0±\u00a0{100 * mean.deviation:.1f}"
+        seeds = f", mean of {mean.count} seeds" if mean.count > 1 else ""
+        words = f"{MEASURES[data.measure]} at {point.density}, {method_name(point.tasks[0])}{seeds}"
+        yield words, f"{percent(mean.value)}{spread}"
+    if len(known) > 1 and known[-1].values("macs"):
+        yield f"of the MACs at {known[-1].density}", percent(known[-1].mean("macs").value)
 
 
 def _facts(task: TaskResult) -> dict[str, str]:
