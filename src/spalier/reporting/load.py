@@ -333,9 +333,8 @@ def measured(value: Any, least: float = 0.0) -> float | None:
         return None
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    if value < least or (
-        value and not SMALLEST <= abs(value) < LARGEST
-    ):  # ints of any size compare with floats
+    # integers beyond floats compare with them, but become none
+    if value < least or (value and not SMALLEST <= abs(value) < LARGEST):
         raise ValueError(f"a number is not between {least:g} and {LARGEST:g}")
     return value
 
@@ -353,7 +352,8 @@ def _known(numbers: Mapping[str, float | None]) -> dict[str, float]:
 def _counts(values: Any, shape: tuple[int, ...]) -> Any:
     """Whole numbers of a given shape, as lists."""
     found = np.array(values)
-    if found.shape != shape or found.dtype.kind != "i" or not all(0 <= n < LARGEST for n in found.flat):
+    is_whole = found.shape == shape and found.dtype.kind == "i"  # integers beyond 64 bits are objects
+    if not is_whole or (found.size and not 0 <= found.min() <= found.max() < LARGEST):
         raise ValueError(f"counts of shape {found.shape} do not fit; expected {shape} whole numbers")
     return found.tolist()
 
@@ -394,6 +394,8 @@ def _examples(path: Path, said: Mapping[str, Any], classes: int) -> list[Example
     guesses = _counts([[item["label"], item["guess"]] for item in items], (len(items), 2))
     if not 0 < math.prod(sheet_size) <= MAX_PIXELS or np.max(guesses) >= classes:
         raise ValueError("examples are too large, or of other classes")
+    if any(share(item["confidence"]) is None for item in items):
+        raise ValueError("confidences are not between 0 and 1")
     image_module = import_optional("PIL.Image", "images of a report")
     found = []
     with _readable(path, f"a PNG with {len(items)} images of {side} pixels in rows of {columns}"):
@@ -405,7 +407,7 @@ def _examples(path: Path, said: Mapping[str, Any], classes: int) -> list[Example
             x, y, out = side * (i % columns), side * (i // columns), io.BytesIO()
             # written anew: nothing of somebody's file but pixels gets into a page
             sheet.crop((x, y, x + side, y + side)).save(out, "PNG", optimize=True)
-            found.append(Example(label, guess, share(item["confidence"]) or 0.0, out.getvalue()))
+            found.append(Example(label, guess, item["confidence"], out.getvalue()))
     return found
 
 
