@@ -43,6 +43,8 @@ class RunFolder:
         self.checkpoint = self.path / "checkpoint.safetensors"
         self.results = self.path / "results.json"
         self.tasks = self.path / "tasks"
+        self.is_writable = True
+        """False in all processes of a run but the first: what they write is dropped."""
 
     def open_(self, config: Settings) -> None:
         """Make the folder a run's, or check that it is this run's."""
@@ -82,8 +84,9 @@ class RunFolder:
 
     def write(self, path: Path, data: bytes) -> None:
         """Put a file in place, whole or not at all."""
-        with write_errors(self.path):
-            files.write(path, data)
+        if self.is_writable:
+            with write_errors(self.path):
+                files.write(path, data)
 
     def write_json(self, path: Path, value: Any) -> None:
         """Write plain data for people and programs."""
@@ -91,8 +94,9 @@ class RunFolder:
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Add a line to the metrics."""
-        with write_errors(self.path), self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+        if self.is_writable:
+            with write_errors(self.path), self.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def flush_metrics(self) -> int:
         """Bring the metrics to the disk; how many bytes there are."""
@@ -111,7 +115,7 @@ class RunFolder:
                 "checkpoint",
                 f"{str(self.metrics)!a} has {found} bytes, and the checkpoint knows of {size}; restore it",
             )
-        if found > size:
+        if found > size and self.is_writable:
             with write_errors(self.path), self.metrics.open("r+b") as file:
                 file.truncate(size)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,21 @@ from spalier.networks import logits_of
 from spalier.pruning.plan import Plan
 from spalier.pruning.prune import prune_
 from spalier.pruning.recovery import Recovery
-from spalier.runs import evaluation, step
+from spalier.runs import step
 from spalier.runs.checkpoint import Checkpoint, Position, RunFolder, load_checkpoint, save_checkpoint
-from spalier.runs.evaluation import Block, Evaluation
+from spalier.runs.evaluation import (
+    Evaluation,
+    block_details,
+    block_row,
+    check_start_task,
+    evaluate,
+    example_images,
+    latency_ms,
+    plan_to_dict,
+    row_in_words,
+    score_histograms,
+    share_left,
+)
 from spalier.runs.processes import Machine, Progress, StopSignals, sum_gradients_, sum_over_ranks
 from spalier.runs.settings import Settings, seed_of
 from spalier.selecting import select
@@ -93,17 +104,11 @@ class Engine:
         epochs = sum(map(self.config.epochs_of, range(len(self.targets) + 1)))
         shown = progress and self.machine.is_first
         self.progress = Progress(epochs * len(self.loader), self.position.step, shown)
-        phases: dict[str, Callable[[], None]] = {
-            "train": self.train,
-            "finish": self.finish,
-            "score": self.score,
-            "prune": self.prune,
-        }
         try:
             with self.signals:
                 while self.position.phase != "done":
                     self._stop_if_signalled()
-                    phases[self.position.phase]()
+                    getattr(self, self.position.phase)()
         finally:
             self.progress.close()
             self.loader.close()
@@ -119,7 +124,7 @@ class Engine:
         torch.manual_seed(seed_of(self.config.seed, "adapters"))
         if self.config.start_task is not None:
             start = Task.load(self.config.start_task)
-            evaluation.check_start_task(self.config, start)
+            check_start_task(self.config, start)
             start.apply_(self.net, example=self.example)
         else:
             attach_(self.net, self.config.make_adapter(), head=self.head, example=self.example)
@@ -127,8 +132,7 @@ class Engine:
             # fail now, not after hours of training, if the last density cannot be reached
             self.select_plan(score(self.net, criterion="weight"), self.targets[-1])
         self.begin_block()
-        if self.machine.is_first:
-            self.folder.truncate_metrics(0)
+        self.folder.truncate_metrics(0)
         self.save()
 
     def _restore(self, checkpoint: Checkpoint) -> None:
@@ -154,8 +158,7 @@ class Engine:
         if self.average is not None and checkpoint.part("average"):
             self.average.values = self._on_device(checkpoint.part("average"))
         self.best_values = self._on_device(checkpoint.part("best"))
-        if self.machine.is_first:
-            self.folder.truncate_metrics(checkpoint.metrics)
+        self.folder.truncate_metrics(checkpoint.metrics)
 
     def _on_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value.to(self.machine.device).clone() for name, value in tensors.items()}
@@ -238,7 +241,7 @@ class Engine:
         values["validation"] = None
         if every and self.position.epoch % every == 0:
             values["validation"] = self._validate()
-        self._log({"kind": "epoch", **asdict(self.position), **values})
+        self.folder.log({"kind": "epoch", **asdict(self.position), **values})
         self.machine.log({f"train/{name}": value for name, value in values.items()}, self.position.step)
         accuracy = values["validation"]
         seen = "" if accuracy is None else f", validation {accuracy:.1%}"
@@ -273,10 +276,10 @@ class Engine:
             self._set_teacher(fuse(self.net))
         row = self.make_row()
         self.rows.append(row)
-        self._log({"kind": "block", **row})
+        self.folder.log({"kind": "block", **row})
         numbers = {f"block/{name}": value for name, value in row.items() if isinstance(value, float)}
         self.machine.log(numbers, self.position.step)
-        self.progress.line(evaluation.row_in_words(row))
+        self.progress.line(row_in_words(row))
         self.best, self.best_values, self.plan = None, {}, None
         if self.position.block == len(self.targets):
             self.position = self.position.replace(phase="done")
@@ -288,27 +291,23 @@ class Engine:
         """Write a task file of what was learned, and measure it."""
         plain = fuse(self.net).eval()
         step.set_memory_format_(plain, self.channels_last)
-        validation, test = (
-            None if split is None else self.evaluate(plain, split)
-            for split in (self.data.validation, self.data.test)
-        )
-        measured = {"validation": validation, "accuracy": test}
-        task = self._task({name: seen.accuracy for name, seen in measured.items() if seen is not None})
-        at = self.position
-        left = evaluation.share_left(task, self.config.budget)
-        block = Block(at, self.targets[at.block - 1] if at.block else left, task, validation, test, self.plan)
-        size = 0
+        splits = {"validation": self.data.validation, "test": self.data.test}
+        seen = {name: self.evaluate(plain, split) for name, split in splits.items() if split is not None}
+        names = {"validation": "validation", "test": "accuracy"}  # as task files have them
+        task = self._task({names[name]: found.accuracy for name, found in seen.items()})
         if self.machine.is_first:
             Store(self.folder.tasks).add(task, overwrite=True)
-            size = (self.folder.tasks / f"{task.name}{SUFFIX}").stat().st_size
-        row = block.row() | {
-            "bytes": size,
-            "latency_ms": evaluation.latency_ms(plain, self.example[:1]),
+        file = self.folder.tasks / f"{task.name}{SUFFIX}"
+        at = self.position
+        target = self.targets[at.block - 1] if at.block else share_left(task, self.config.budget)
+        row = block_row(at, target, task, seen) | {
+            "bytes": file.stat().st_size if self.machine.is_first else 0,
+            "latency_ms": latency_ms(plain, self.example[:1]),
             "seconds": self._seconds(),
         }
-        if self.machine.is_first:
-            details = block.details(row, self.data.classes) | {"examples": self._write_examples(plain)}
-            self.folder.write_json(self._block_file(".json"), details)
+        details = block_details(row, self.data.classes, seen, self.plan)
+        details["examples"] = self._write_examples(plain)
+        self.folder.write_json(self._block_file(".json"), details)
         return row
 
     def evaluate(self, net: nn.Module, split: Split) -> Evaluation:
@@ -316,7 +315,7 @@ class Engine:
         self._seed("evaluate")
         teacher = self.teacher if bool((split.labels < 0).all()) else None
         with self._loader(split, is_training=False) as loader:
-            return evaluation.evaluate(
+            return evaluate(
                 net.eval(),
                 ((self.to_device(images), labels) for images, labels in loader.epoch(0)),
                 len(self.data.classes),
@@ -327,11 +326,11 @@ class Engine:
 
     def _write_examples(self, plain: nn.Module) -> dict[str, Any] | None:
         split = self.data.test if self.data.test is not None else self.data.validation
-        if split is None:
+        if split is None or not self.machine.is_first:
             return None
         self._seed("examples")
         with self.machine.autocast():
-            found = evaluation.example_images(plain, split, self.to_device, self.batch_size)
+            found = example_images(plain, split, self.to_device, self.batch_size)
         if found is None:
             return None
         self.folder.write(self._block_file(".png"), found[1])
@@ -340,6 +339,7 @@ class Engine:
     def _task(self, metrics: dict[str, float]) -> Task:
         """What was learned so far, as a task."""
         config = self.config
+        origin = {"data": self.data.name, "run": config.name, "method": config.method, "seed": config.seed}
         try:
             return Task.of(
                 self.net,
@@ -347,12 +347,7 @@ class Engine:
                 metrics=metrics,
                 classes=self.data.classes,
                 preprocessing=self.data.preprocessing,
-                provenance={
-                    "data": self.data.name,
-                    "run": config.name,
-                    "method": config.method,
-                    "seed": config.seed,
-                },
+                provenance=origin,
             )
         except (NonFiniteError, TaskFileError) as error:
             if error.code != "non-finite":
@@ -375,10 +370,7 @@ class Engine:
         criterion = self.config.make_criterion(self.position.block)
         scores = score(self.net, samples, criterion, loss=step.mean_loss)
         self.plan = self.select_plan(scores, self.targets[self.position.block - 1])
-        if self.machine.is_first:
-            self.folder.write_json(
-                self._block_file(".scores.json"), evaluation.score_histograms(scores, self.plan)
-            )
+        self.folder.write_json(self._block_file(".scores.json"), score_histograms(scores, self.plan))
         self.position = self.position.replace(phase="prune")
         self.save()
 
@@ -386,14 +378,8 @@ class Engine:
         """The units that stay at a density."""
         config = self.config
         budget: dict[str, Any] = {config.budget: int(target) if config.budget == "bytes" else target}
-        return select(
-            self.net,
-            scores,
-            ranking=config.ranking,
-            writers=config.writers,
-            **budget,
-            **config.select_options,
-        )
+        options = {"ranking": config.ranking, "writers": config.writers, **config.select_options}
+        return select(self.net, scores, **budget, **options)
 
     def prune(self) -> None:
         """Make the network smaller, and restore in closed form what can be."""
@@ -446,22 +432,23 @@ class Engine:
     def save(self) -> None:
         """Write a checkpoint. Other processes have nothing that the first one does not have."""
         if self.machine.is_first:
-            optimizer = step.optimizer_state(self.optimizer, self.net)
-            average = {} if self.average is None else self.average.values
-            kinds = {"optimizer": optimizer, "average": average, "best": self.best_values}
+            tensors = {
+                "optimizer": step.optimizer_state(self.optimizer, self.net),
+                "average": {} if self.average is None else self.average.values,
+                "best": self.best_values,
+            }
             scaler = self.machine.scaler
-            plan = self.plan
             checkpoint = Checkpoint(
                 position=self.position,
                 task=self._task({}),
-                tensors={f"{kind}:{name}": t for kind, some in kinds.items() for name, t in some.items()},
+                tensors={f"{kind}:{name}": t for kind, some in tensors.items() for name, t in some.items()},
                 base=self.base_digest,
                 data=self.data.digest,
                 teacher=self._teacher_digest(),
                 metrics=self.folder.flush_metrics(),
                 loss=self.loss_sum,
                 best=self.best,
-                plan=None if plan is None else evaluation.plan_to_dict(plan),
+                plan=None if self.plan is None else plan_to_dict(self.plan),
                 rows=self.rows,
                 seconds=self._seconds(),
                 scaler=None if scaler is None else scaler.state_dict(),
@@ -522,7 +509,3 @@ class Engine:
 
     def _seconds(self) -> float:
         return round(time.monotonic() - self.started, 3)
-
-    def _log(self, line: dict[str, Any]) -> None:
-        if self.machine.is_first:
-            self.folder.log(line)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -85,47 +85,37 @@ def latency_ms(net: nn.Module, example: Tensor) -> float:
 # blocks
 
 
-@dataclass(frozen=True)
-class Block:
-    """A block that is done."""
+def block_row(
+    position: Position, target: float, task: Task, seen: Mapping[str, Evaluation]
+) -> dict[str, Any]:
+    """The numbers of a block that are the same each time the run is made."""
+    density, validation, test = task.info.density, seen.get("validation"), seen.get("test")
+    return {
+        "task": task.name,
+        "block": position.block,
+        "target": target,
+        "channels": _share(density.channels),
+        "weights": _share(density.weights),
+        "macs": _share(density.macs),
+        "parameters": None if density.weights is None else density.weights[0],
+        "macs_left": None if density.macs is None else density.macs[0],
+        "learned": task.info.learned,
+        "validation": None if validation is None else validation.accuracy,
+        "test": None if test is None else test.accuracy,
+        "test_loss": None if test is None else test.loss,
+        "epochs": position.epochs,
+        "steps": position.step,
+    }
 
-    position: Position
-    target: float
-    task: Task
-    validation: Evaluation | None
-    test: Evaluation | None
-    plan: Plan | None
 
-    def row(self) -> dict[str, Any]:
-        """The numbers that are the same each time the run is made."""
-        density = self.task.info.density
-        return {
-            "task": self.task.name,
-            "block": self.position.block,
-            "target": self.target,
-            "channels": _share(density.channels),
-            "weights": _share(density.weights),
-            "macs": _share(density.macs),
-            "parameters": None if density.weights is None else density.weights[0],
-            "macs_left": None if density.macs is None else density.macs[0],
-            "learned": self.task.info.learned,
-            "validation": None if self.validation is None else self.validation.accuracy,
-            "test": None if self.test is None else self.test.accuracy,
-            "test_loss": None if self.test is None else self.test.loss,
-            "epochs": self.position.epochs,
-            "steps": self.position.step,
-        }
-
-    def details(self, row: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
-        """The row with confusions and the units that are kept."""
-        seen = {"validation": self.validation, "test": self.test}
-        return {
-            "row": row,
-            "classes": list(classes),
-            "confusion": {name: None if e is None else e.confusion for name, e in seen.items()},
-            "kept": {} if self.plan is None else {n: list(units) for n, units in self.plan.keep.items()},
-            "ranks": {} if self.plan is None else {n: len(units) for n, units in self.plan.ranks.items()},
-        }
+def block_details(
+    row: dict[str, Any], classes: Sequence[str], seen: Mapping[str, Evaluation], plan: Plan | None
+) -> dict[str, Any]:
+    """A row with confusions and the units that are kept."""
+    confusion = {name: seen[name].confusion if name in seen else None for name in ("validation", "test")}
+    kept = {} if plan is None else {name: list(units) for name, units in plan.keep.items()}
+    ranks = {} if plan is None else {name: len(units) for name, units in plan.ranks.items()}
+    return {"row": row, "classes": list(classes), "confusion": confusion, "kept": kept, "ranks": ranks}
 
 
 def _share(pair: tuple[int, int] | None) -> float | None:
@@ -168,13 +158,13 @@ def check_start_task(config: Settings, task: Task) -> None:
 
 def row_in_words(row: dict[str, Any]) -> str:
     """A row in a line, for the progress."""
-    shares = {
-        name: "-" if row[name] is None else f"{row[name]:.1%}"
+    channels, macs, validation, test = (
+        "-" if row[name] is None else f"{row[name]:.1%}"
         for name in ("channels", "macs", "validation", "test")
-    }
+    )
     return (
-        f"{row['task']}: {shares['channels']} of channels, {shares['macs']} of MACs, {row['learned']:,} learned, "
-        f"validation {shares['validation']}, test {shares['test']}"
+        f"{row['task']}: {channels} of channels, {macs} of MACs, {row['learned']:,} learned, "
+        f"validation {validation}, test {test}"
     )
 
 

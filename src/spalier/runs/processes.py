@@ -159,7 +159,7 @@ class SyncedNorms(TorchFunctionMode):
         if func in _NORMS:
             given = dict(zip(_NORMS[func].split(), args, strict=False)) | kwargs
             if given.get("training", False):
-                return _batch_norm(**{name: given.get(name) for name in _NEEDED.split()})
+                return _batch_norm(given["input"], given)
         return func(*args, **kwargs)
 
 
@@ -168,19 +168,12 @@ _NORMS = {
     F.batch_norm: "input running_mean running_var weight bias training momentum eps",
     torch.batch_norm: "input weight bias running_mean running_var training momentum eps",
 }
-_NEEDED = "input weight bias running_mean running_var momentum eps"
 
 
-def _batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float | None,
-    eps: float | None,
-) -> Tensor:
-    x, momentum, eps = input, 0.1 if momentum is None else momentum, 1e-5 if eps is None else eps
+def _batch_norm(x: Tensor, given: Mapping[str, Any]) -> Tensor:
+    momentum, eps = given.get("momentum"), given.get("eps")
+    momentum, eps = 0.1 if momentum is None else momentum, 1e-5 if eps is None else eps  # PyTorch's defaults
+    running_mean, running_var = given.get("running_mean"), given.get("running_var")
     axes = [0, *range(2, x.dim())]
     shape = [1, -1, *[1] * (x.dim() - 2)]
     wide = x.float()
@@ -194,10 +187,10 @@ def _batch_norm(
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
     out = centred * torch.rsqrt(var + eps).view(shape)
-    if weight is not None:
-        out = out * weight.view(shape)
-    if bias is not None:
-        out = out + bias.view(shape)
+    if given.get("weight") is not None:
+        out = out * given["weight"].view(shape)
+    if given.get("bias") is not None:
+        out = out + given["bias"].view(shape)
     result: Tensor = out.to(x.dtype)
     return result
 
@@ -282,26 +275,13 @@ class Progress:
             print(f"[{self.done}/{self.total}{self._left()}] {text}", file=self.stream, flush=True)
 
     def _left(self) -> str:
-        done = self.done - self.begun
-        if not done or self.done >= self.total:
+        done, left = self.done - self.begun, self.total - self.done
+        if not done or left <= 0:
             return ""
-        seconds = (time.monotonic() - self.start) / done * (self.total - self.done)
-        return f", {_duration(seconds)} left"
+        seconds = (time.monotonic() - self.start) / done * left
+        return f", {import_optional('tqdm', 'progress').tqdm.format_interval(seconds)} left"
 
     def close(self) -> None:
         """Take the bar away."""
         if self.bar is not None:
             self.bar.close()
-
-
-def _duration(seconds: float) -> str:
-    """A time in words.
-
-    >>> _duration(42), _duration(4000)
-    ('42s', '1h06m')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02}m"
-    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"

@@ -33,19 +33,10 @@ from spalier.tasks.task import Task
 from spalier.text import table
 
 Row = dict[str, Any]
-COLUMNS = {
-    "task": "task",
-    "channels": "channels",
-    "weights": "weights",
-    "macs": "MACs",
-    "learned": "learned",
-    "bytes": "bytes",
-    "validation": "validation",
-    "test": "test",
-    "latency_ms": "ms",
-    "seconds": "seconds",
-}
-"""The columns that are printed, with their titles. Times are measured, and differ from run to run."""
+_SIZES = ("channels", "weights", "macs", "learned", "bytes")
+COLUMNS = ("task", *_SIZES, "validation", "test", "latency_ms", "seconds")
+TITLES = [{"macs": "MACs", "latency_ms": "ms"}.get(name, name) for name in COLUMNS]
+"""Of the columns that are printed. Times are measured, and differ from run to run."""
 _LOG = logging.getLogger("spalier")
 _GIVEN = "given:"
 
@@ -65,7 +56,7 @@ class Results:
 
     def __str__(self) -> str:
         shown = [[cell(name, row.get(name)) for name in COLUMNS] for row in self.rows]
-        return table(list(COLUMNS.values()), shown)
+        return table(TITLES, shown)
 
     @property
     def tasks(self) -> Store:
@@ -153,6 +144,7 @@ class TransferPruning(Settings):
         with contextlib.ExitStack() as stack:
             machine = stack.enter_context(contextlib.closing(Machine(config, where)))
             _open(where, config, stack)
+            where.is_writable = machine.is_first
             machine.track()
             stack.enter_context(_memory_errors(config, where))
             stack.enter_context(_random_state(config))
@@ -164,8 +156,7 @@ class TransferPruning(Settings):
             base = _digest(net)
             rows = engine(config, where, net, head, samples, machine, base).run(progress)
             results = Results(where.path, rows, list(map(str, samples.skipped)), base, samples.digest)
-            if machine.is_first:
-                where.write_json(where.results, results.to_dict())
+            where.write_json(where.results, results.to_dict())
             return results
 
 

@@ -33,36 +33,25 @@ from spalier.text import import_optional
 
 BY_RECIPE: Any = None
 """The default of settings that the recipe fills in."""
-RECIPES: dict[str, dict[str, Any]] = {
-    "paper": {
-        "epochs": 30,
-        "epochs_per_prune": 20,
-        "batch_size": 256,
-        "optimizer": "sgd",
-        "lr": 0.01,
-        "scale_lr": True,
-        "weight_decay": 5e-4,
-        "weight_decay_norms": True,
-        "lr_schedule": "step",
-        "schedule": "iterative",
-        "final_density": 0.05,
-        "writers": "free",
-        "recovery": "none",
-    },
-    "fast": {
-        "epochs": 8,
-        "epochs_per_prune": 4,
-        "batch_size": 64,
-        "optimizer": "adamw",
-        "lr": 1e-2,
-        "scale_lr": False,
-        "weight_decay": 1e-4,
-        "weight_decay_norms": False,
-        "lr_schedule": "cosine",
-        "densities": (0.7, 0.5, 0.3, 0.2, 0.1),
-        "writers": "coupled",
-        "recovery": "norms",
-    },
+_RECIPES: dict[str, tuple[Any, Any]] = {
+    "epochs": (30, 8),
+    "epochs_per_prune": (20, 4),
+    "batch_size": (256, 64),
+    "optimizer": ("sgd", "adamw"),
+    "lr": (0.01, 0.01),
+    "scale_lr": (True, False),
+    "weight_decay": (5e-4, 1e-4),
+    "weight_decay_norms": (True, False),
+    "lr_schedule": ("step", "cosine"),
+    "schedule": ("iterative", None),
+    "final_density": (0.05, None),
+    "densities": (None, (0.7, 0.5, 0.3, 0.2, 0.1)),
+    "writers": ("free", "coupled"),
+    "recovery": ("none", "norms"),
+}
+RECIPES = {
+    recipe: {name: values[column] for name, values in _RECIPES.items() if values[column] is not None}
+    for column, recipe in enumerate(("paper", "fast"))
 }
 """``paper`` is section 4 of *Structured Pruning Adapters*, as its text has it. ``fast`` is for small data."""
 RESUMABLE = frozenset({"num_workers", "cache_folder", "data_folder", "checkpoint_seconds", "trackers"})
@@ -328,7 +317,7 @@ def setting_groups() -> dict[str, list[tuple[str, Any, str]]]:
     >>> setting_groups()["adapter"][1]
     ('rank', 8, "the adapters' rank; a float is a share of each layer's largest rank.")
     """
-    defaults = Settings().given | dict.fromkeys(set().union(*RECIPES.values()), "by recipe")
+    defaults = Settings().given | dict.fromkeys(_RECIPES, "by recipe")
     groups: dict[str, list[tuple[str, Any, str]]] = {}
     entries: list[tuple[str, Any, str]] = []
     for line in (Settings.__doc__ or "").splitlines():

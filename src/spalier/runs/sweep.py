@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import itertools
 import json
 import logging
@@ -15,7 +16,7 @@ import statistics
 import sys
 import threading
 import traceback
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -27,8 +28,8 @@ import torch
 
 from spalier.errors import ConfigError, RunError
 from spalier.runs.checkpoint import RunFolder
-from spalier.runs.run import COLUMNS, Results, Row, TransferPruning, cell, rows_to_csv
-from spalier.runs.settings import check_known, checked, differences, read_settings, write_yaml
+from spalier.runs.run import COLUMNS, TITLES, Results, Row, TransferPruning, cell, rows_to_csv
+from spalier.runs.settings import RESUMABLE, check_known, checked, differences, read_settings, write_yaml
 from spalier.text import check_integer, first_line, import_optional, table
 from spalier.timing import available_cores
 
@@ -54,7 +55,7 @@ class Sweep:
     over: Mapping[str, Sequence[Any]]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "over", _checked_values(self.base, self.over))
+        object.__setattr__(self, "over", _checked_values(self.over))
         self.runs()
 
     def runs(self) -> list[tuple[str, TransferPruning]]:
@@ -133,44 +134,38 @@ class Sweep:
                 for name, config in runs
                 if not (where / name / "results.json").exists()
             ]
-            ended = _on_ray(todo, threads, gpus) if place == "ray" else _here(todo, jobs)
-            say = print if progress else lambda *_, **__: None
-            say(f"{len(todo)} of {len(runs)} runs to do", file=sys.stderr, flush=True)
+            ended = _on_ray(todo, threads, gpus) if place == "ray" else _here(todo, jobs, progress)
+            shown = sys.stderr if progress else io.StringIO()
+            print(f"{len(todo)} of {len(runs)} runs to do", file=shown, flush=True)
             failed: dict[str, str] = {}
             with contextlib.closing(ended):  # stops what is running if this is interrupted
                 for number, (name, error) in enumerate(ended, len(runs) - len(todo) + 1):
-                    failed |= {name: error} if error else {}
-                    say(f"[{number}/{len(runs)}] {name}: {error or 'done'}", file=sys.stderr, flush=True)
+                    if error:
+                        failed[name] = error
+                    print(f"[{number}/{len(runs)}] {name}: {error or 'done'}", file=shown, flush=True)
                     self._write(where, failed)
             return self._write(where, failed)
 
     def _open_(self, folder: Path) -> None:
         """Make the folder this sweep's, or check that it is."""
         file = folder / "sweep.yaml"
-        if not file.exists():
-            if any(
-                entry.name != ".lock" and not entry.name.startswith(".spalier-") for entry in folder.iterdir()
-            ):
+        if file.exists():
+            begun = Sweep.load(file)
+            different = [*differences(begun.base, self.base, RESUMABLE | set(self.over)).values()]
+            if begun.over != self.over:
+                different.append(f"over was {begun.over} and is {self.over}")
+            if different:
                 raise RunError(
-                    "folder",
-                    f"{str(folder)!a} holds no sweep, and is not empty; expected a new or empty folder",
+                    "changed",
+                    f"the sweep in {str(folder)!a} was begun as another: {', '.join(different)}; resume that one (its "
+                    "sweep.yaml), or use another folder",
                 )
-            RunFolder(folder).write(file, self.to_yaml().encode())
-            return
-        begun = Sweep.load(file)
-        different = {
-            name: f"over {name} was {begun.over.get(name)} and is {self.over.get(name)}"
-            for name in {**begun.over, **self.over}
-            if begun.over.get(name) != self.over.get(name)
-        }
-        if not different:
-            different = differences(begun.runs()[0][1], self.runs()[0][1])
-        if different:
+        elif any(not entry.name.startswith((".lock", ".spalier-")) for entry in folder.iterdir()):
             raise RunError(
-                "changed",
-                f"the sweep in {str(folder)!a} was begun as another: {', '.join(different.values())}; resume "
-                "that one (its sweep.yaml), or use another folder",
+                "folder", f"{str(folder)!a} holds no sweep, and is not empty; expected a new or empty folder"
             )
+        else:
+            RunFolder(folder).write(file, self.to_yaml().encode())
 
     def _write(self, folder: Path, failed: dict[str, str]) -> SweepResults:
         """Put the tables of what is there so far in place."""
@@ -184,10 +179,8 @@ class Sweep:
         return results
 
 
-def _checked_values(base: Any, over: Any) -> dict[str, tuple[Any, ...]]:
+def _checked_values(over: Any) -> dict[str, tuple[Any, ...]]:
     """The values to go through, each as its setting wants it."""
-    if not isinstance(base, TransferPruning):
-        raise ConfigError(f"the base is a {type(base).__name__}, expected a TransferPruning")
     if not isinstance(over, Mapping) or not over:
         raise ConfigError(
             f"over is {over!r}, expected lists of values by setting, such as {{'seed': [0, 1]}}"
@@ -237,12 +230,12 @@ class _Job:
     log: Path
     threads: int
 
-    def run(self) -> str:
+    def run(self, progress: bool = True) -> str:
         """Carry the run out, or resume it; what went wrong, or nothing."""
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
-            self.config.run(self.folder)
+            self.config.run(self.folder, progress=progress)
         except Exception as error:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with self.log.open("a") as file:
@@ -253,11 +246,11 @@ class _Job:
         return ""
 
 
-def _here(todo: Sequence[_Job], jobs: int) -> Generator[tuple[str, str]]:
+def _here(todo: Sequence[_Job], jobs: int, progress: bool) -> Generator[tuple[str, str]]:
     """Carry runs out on this machine: the name of each as it ends, and what went wrong."""
     if jobs == 1:
         for job in todo:
-            yield job.name, job.run()
+            yield job.name, job.run(progress)
         return
     running: list[BaseProcess] = []
     stopped = threading.Event()
@@ -386,7 +379,7 @@ class SweepResults:
             ]
             for row in self.rows
         ]
-        lines = [table([*self.over, *COLUMNS.values()], cells)]
+        lines = [table([*self.over, *TITLES], cells)]
         if self.failed:
             lines.append(
                 f"{len(self.failed)} failed in {str(self.folder)!a}; run the sweep again to resume them"
@@ -421,9 +414,8 @@ def _summarised(others: Sequence[str], rows: Sequence[Row]) -> Row:
     found = {name: _setting(rows[0], name) for name in others} | {"target": rows[0]["target"]}
     for name in _MEASURED:
         of = mean([row[name] for row in rows if row[name] is not None])
-        found[f"{name}_mean"] = None if of is None else of.value
-        found[f"{name}_deviation"] = None if of is None else of.deviation
-        found[f"{name}_count"] = 0 if of is None else of.count
+        value, deviation, count = (None, None, 0) if of is None else (of.value, of.deviation, of.count)
+        found |= {f"{name}_mean": value, f"{name}_deviation": deviation, f"{name}_count": count}
     return found
 
 
@@ -461,16 +453,15 @@ class Summary:
 
     def __str__(self) -> str:
         titles = [*self.settings, "target", *(title for name in _MEASURED for title in (name, "±", "of"))]
-        return table(titles, [self._cells(row) for row in self.rows])
+        return table(titles, [list(self._cells(row)) for row in self.rows])
 
-    def _cells(self, row: Row) -> list[str]:
-        cells = [*(_text(row[name]) for name in self.settings), f"{row['target']:g}"]
+    def _cells(self, row: Row) -> Iterator[str]:
+        yield from (_text(row[name]) for name in self.settings)
+        yield f"{row['target']:g}"
         for name in _MEASURED:
-            shares = [row[f"{name}_mean"], row[f"{name}_deviation"]]
-            cells += ["-" if share is None else f"{share:.1%}" for share in shares] + [
-                str(row[f"{name}_count"])
-            ]
-        return cells
+            for share in (row[f"{name}_mean"], row[f"{name}_deviation"]):
+                yield "-" if share is None else f"{share:.1%}"
+            yield str(row[f"{name}_count"])
 
     def to_csv(self) -> str:
         """The rows with all their columns, for a spreadsheet."""
