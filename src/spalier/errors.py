@@ -156,7 +156,6 @@ RUN_CODES = {
     "classes": "the network's outputs are not the data's classes",
     "memory": "memory ran out",
     "write": "the folder cannot be written; the last good state is still there",
-    "failed": "runs of a sweep have failed",
 }
 """What can be wrong with a run, by code; codes never change."""
 
