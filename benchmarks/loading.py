@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import spalier as sp
 from spalier.data import Loader
-from spalier.data.images import ArraySplit, Preprocessing
+from spalier.data.data import ArraySplit, Preprocessing
 from spalier.text import table
 
 RANK, SAMPLES = 8, 50_000

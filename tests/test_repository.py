@@ -52,8 +52,8 @@ UPWARDS = {
 }
 ADAPTER_LAYERS = [{"geometry"}, {"kinds", "fast"}, {"forward"}, {"attachment"}, {"attach"}]
 STRUCTURE_LAYERS = [
-    {"labels", "capture"},
-    {"walk"},
+    {"labels"},
+    {"graph"},
     {"movement", "arithmetic"},
     {"streams"},
     {"sites"},
@@ -61,10 +61,9 @@ STRUCTURE_LAYERS = [
 ]
 PRUNING_LAYERS = [
     {"modules", "regression", "plan"},
-    {"cuts", "recovery"},
+    {"recovery"},
     {"verify"},
     {"prune"},
-    {"dry_run"},
 ]
 CRITERIA_LAYERS = [{"probe", "relevance"}, {"criterion"}, {"lrp"}, {"score"}]
 TASKS_LAYERS = [
@@ -85,7 +84,7 @@ RUNS_LAYERS = [
     {"run"},
     {"sweep"},
 ]
-DATA_LAYERS = [{"images"}, {"data"}, {"folder", "loader"}, {"sources"}]
+DATA_LAYERS = [{"data"}, {"images", "loader"}, {"sources"}]
 INTEGRATIONS_LAYERS = [{"lightning", "transformers"}]
 REPORTING_LAYERS = [{"draw", "load"}, {"figures"}, {"comparisons"}, {"page"}]
 CLI_LAYERS = [

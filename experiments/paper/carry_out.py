@@ -25,7 +25,7 @@ from experiments.paper.paper_data import ORIGINS, open_set
 from experiments.paper.protocol import Protocol, weights_of
 from experiments.paper.released import Released
 from spalier.data import Data, Split, open_data
-from spalier.data.images import Ints
+from spalier.data.data import Ints
 from spalier.runs import Engine
 from spalier.runs.checkpoint import RunFolder
 from spalier.timing import processor

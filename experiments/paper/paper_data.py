@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from spalier.data import Data
-from spalier.data.data import digest, limited
-from spalier.data.images import ArraySplit, Images, Ints, Preprocessing, center_square, decode, pillow, to_rgb
+from spalier.data.data import ArraySplit, Images, Ints, Preprocessing, digest, limited
+from spalier.data.images import center_square, decode, pillow, to_rgb
 from spalier.errors import DataError
 from spalier.text import import_optional
 

@@ -30,10 +30,9 @@ from spalier.adapters.kinds import LowRank, Update
 from spalier.counting import Count, count
 from spalier.distributed import from_first_rank
 from spalier.errors import BudgetError, SpalierError
-from spalier.pruning.cuts import Indices, cut_geometry, cuts_of
-from spalier.pruning.plan import MARK, Kept, Plan, Prediction, kept_of, whole
-from spalier.pruning.prune import prune_
-from spalier.structure.capture import arguments, copied
+from spalier.pruning.plan import MARK, Indices, Kept, Plan, Prediction, cuts_of, kept_of, whole
+from spalier.pruning.prune import cut_geometry, prune_
+from spalier.structure.graph import arguments, copied
 from spalier.structure.structure import Structure
 from spalier.timing import take_turns
 

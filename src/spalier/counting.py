@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from spalier.adapters.forward import updates
 from spalier.errors import ExampleError
-from spalier.structure.capture import arguments, as_base
+from spalier.structure.graph import arguments, as_base
 from spalier.text import table
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pictures import cropped, normal
 
 from spalier.data import Loader
-from spalier.data.images import (
+from spalier.data.data import (
     ORDER,
     ArraySplit,
     Offsets,

@@ -11,9 +11,8 @@ from pictures import class_folders, encoded, jpeg, picture, write
 from PIL import Image, ImageOps
 
 from spalier.data import BadFile, open_data
-from spalier.data import folder as folders
-from spalier.data.folder import File, decode_files
-from spalier.data.images import center_square, decode, to_rgb
+from spalier.data import images as folders
+from spalier.data.images import File, center_square, decode, decode_files, to_rgb
 from spalier.errors import DataError
 
 
@@ -235,7 +234,7 @@ def test_the_cache_holds_the_same(photos, tmp_path, monkeypatch, caplog):
     written = sorted(path.suffix for path in folder.iterdir())
     assert written == [".json", ".npy"]
     with monkeypatch.context() as patch:
-        patch.setattr("spalier.data.folder.center_square", lambda *_: pytest.fail("decoded again"))
+        patch.setattr("spalier.data.images.center_square", lambda *_: pytest.fail("decoded again"))
         again = open_data(name, image_size=16, cache_folder=folder)
     for data in (first, again):
         assert data.digest == plain.digest
@@ -301,6 +300,6 @@ def test_memory_that_runs_out_is_no_fault_of_a_file(photos, monkeypatch):
     def full(*_):
         raise MemoryError
 
-    monkeypatch.setattr("spalier.data.folder.center_square", full)
+    monkeypatch.setattr("spalier.data.images.center_square", full)
     with pytest.raises(DataError, match=r"memory ran out.*cache_folder="):
         open_data(f"folder:{photos}", image_size=16, skip_bad=True)

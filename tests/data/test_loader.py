@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from spalier.data import Data, Loader, open_data
-from spalier.data.images import ArraySplit, Preprocessing
+from spalier.data.data import ArraySplit, Preprocessing
 from spalier.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on machines of few cores

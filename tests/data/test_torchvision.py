@@ -67,7 +67,7 @@ def test_the_cache_knows_images_by_their_number(cifar10, tmp_path, monkeypatch):
     monkeypatch.setattr(sets, "MNIST", sets.CIFAR10)  # as many images of the same size, of another name
     assert len(open_data("torchvision:MNIST", **options).train) == len(first.train)
     assert len(list((tmp_path / "cache").glob("*.npy"))) == 2
-    monkeypatch.setattr("spalier.data.folder.center_square", lambda *_: pytest.fail("decoded again"))
+    monkeypatch.setattr("spalier.data.images.center_square", lambda *_: pytest.fail("decoded again"))
     assert open_data("torchvision:CIFAR10", **options).digest == first.digest
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import spalier as sp
 from spalier.errors import PlanError, PruneError
-from spalier.pruning import cuts
+from spalier.pruning import prune
 
 IMAGE = torch.randn(2, 3, 8, 8)
 
@@ -304,9 +304,9 @@ def test_the_check_would_find_a_wrong_cut(monkeypatch):
     """The comparison can fail: cut one channel too far to the left, and it does."""
     net = tiny_cnn()
     chosen, before = plan(net, {"3": [1, 2, 3]}), snapshot(net)
-    right = cuts.cut
+    right = prune.cut
     monkeypatch.setattr(
-        cuts, "cut", lambda t, i: right(t, tuple(None if x is None else x - (t.dim() == 2) for x in i))
+        prune, "cut", lambda t, i: right(t, tuple(None if x is None else x - (t.dim() == 2) for x in i))
     )
     with pytest.raises(PruneError, match=r"8 \(Linear\) is the first to differ"):
         sp.prune_(net, chosen)

@@ -31,7 +31,7 @@ from spalier.criteria.probe import (
     seeing,
 )
 from spalier.errors import ConfigError, ScoreError
-from spalier.structure.capture import in_eval_mode
+from spalier.structure.graph import in_eval_mode
 from spalier.structure.sites import layer_name
 from spalier.structure.structure import Structure, structure_of
 

@@ -14,7 +14,7 @@ from spalier.criteria.probe import Batch, Probe, Record, Totals, Values, batches
 from spalier.criteria.relevance import Relevance, latest
 from spalier.errors import ScoreError
 from spalier.pruning.modules import fold_into_
-from spalier.structure.capture import in_eval_mode
+from spalier.structure.graph import in_eval_mode
 
 
 @dataclass(frozen=True)

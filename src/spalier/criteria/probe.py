@@ -28,7 +28,7 @@ from spalier.adapters.attachment import attachment_of, fused_value, is_marked, o
 from spalier.errors import ScoreError
 from spalier.pruning.modules import base_scale, run_attention
 from spalier.pruning.plan import Kept, kept_of
-from spalier.structure.capture import in_eval_mode
+from spalier.structure.graph import in_eval_mode
 from spalier.structure.sites import Side, Site, layer_name
 from spalier.structure.streams import kept_indices
 from spalier.structure.structure import Structure

@@ -1,39 +1,352 @@
-"""Images: decoded into square arrays of bytes, then cropped, flipped and normalised in whole batches.
+"""Image files: found in folders by class, checked, and decoded once into square arrays of bytes.
 
-What augmentation draws depends on seed, epoch and sample alone.
+The arrays are in memory, or in a file that is mapped.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import stat
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from dataclasses import dataclass, replace
+from functools import cache
 from io import BytesIO
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-from numpy.lib.stride_tricks import as_strided
-from numpy.typing import NDArray
-from torch import Tensor
 
-from spalier.errors import DataError
-from spalier.text import import_optional
-
-Images = NDArray[np.uint8]
-Ints = NDArray[np.int64]
-Color = tuple[float, float, float]
+from spalier.data.data import BadFile, Images, Ints, digest, held_out, limited
+from spalier.errors import ConfigError, DataError
+from spalier.text import first_few, import_optional, printable
 
 # Pillow also reads formats such as EPS by starting other programs; only these are admitted.
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "AVIF", "JPEG2000")
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-ORDER, OFFSETS, ITEM, SPLIT, LIMIT = range(5)
-"""What random numbers are for, so that no two uses share a stream."""
+TRAIN, VALIDATION, TEST, UNUSED = range(4)
+"""The split that a sample belongs to."""
+SPLIT_NAMES = {
+    TRAIN: ("train", "training", "trainval"),
+    VALIDATION: ("validation", "valid", "val", "dev"),
+    TEST: ("test", "testing"),
+}
+"""What folders, and splits of other libraries, are called; the first is what messages say."""
+MAX_FILE_BYTES = 256 * 2**20
+CACHE_VERSION = 2
+"""Of what decoding does; a new number makes caches anew."""
+_TEST_SHARE, _TEST_SEED = 0.2, 2023
+_IMAGE_NAME = re.compile(r"\.(jpe?g|jpe|jfif|mpo|png|gif|bmp|webp|tiff?|p[bgnp]m|avif|jp2)$", re.IGNORECASE)
+_CLUTTER = {"thumbs.db", "desktop.ini", "_ds_store", "__macosx"}
 
 
-def generator(seed: int, epoch: int, purpose: int) -> np.random.Generator:
-    """Random numbers that belong to a seed, an epoch and a purpose."""
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, epoch, purpose))))
+@dataclass(frozen=True)
+class File:
+    """An image that can be read, as bytes or as an image of Pillow. ``stamp`` changes when its contents do."""
+
+    name: str
+    read: Callable[[], Any]
+    stamp: str
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What a source finds, before anything is decoded: files, their labels, and the split that each belongs to."""
+
+    classes: tuple[str, ...]
+    labels: Ints
+    splits: Ints
+    files: tuple[File, ...]
+    notes: tuple[str, ...] = ()
+    bad: tuple[BadFile, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def at(self, rows: Ints) -> Samples:
+        """Some of the samples."""
+        files = tuple(self.files[i] for i in rows)
+        return replace(self, labels=self.labels[rows], splits=self.splits[rows], files=files)
+
+    def with_note(self, note: str) -> Samples:
+        """The same with something that the summary will say."""
+        return replace(self, notes=(*self.notes, note))
+
+    def with_classes(self, wanted: Sequence[str]) -> Samples:
+        """The samples of some classes, numbered in the order given."""
+        unknown = [name for name in wanted if name not in self.classes]
+        if unknown or len(set(wanted)) < len(wanted):
+            raise ConfigError(
+                f"classes asks for {first_few(unknown) if unknown else 'one twice'}, expected different ones of "
+                f"{first_few(self.classes, 20)}"
+            )
+        numbers = np.full(len(self.classes) + 1, -1)  # the last is for the label -1, which stays what it is
+        numbers[[self.classes.index(name) for name in wanted]] = np.arange(len(wanted))
+        rows = np.flatnonzero(numbers[self.labels] >= 0)
+        return replace(self.at(rows), classes=tuple(wanted), labels=numbers[self.labels[rows]])
+
+    def with_limit(self, most: int, seed: int) -> Samples:
+        """At most so many training samples, of all classes."""
+        training = np.flatnonzero(self.splits == TRAIN)
+        keep = np.ones(len(self), bool)
+        keep[training] = limited(self.labels[training], most, seed)
+        note = f"max_train_samples: {keep[training].sum():,} of {len(training):,} training samples"
+        return self if keep.all() else self.at(np.flatnonzero(keep)).with_note(note)
+
+    def with_test(self) -> Samples:
+        """The same with a share of each training class as the test split, whatever the seed, if there is none yet."""
+        if (self.splits == TEST).any() or not (self.splits == TRAIN).any():
+            return self
+        note = f"test: {_TEST_SHARE:.0%} of each class taken from training, the same whatever the seed"
+        return self._held_out(_TEST_SHARE, _TEST_SEED, TEST).with_note(note)
+
+    def with_validation(self, share: float, seed: int) -> Samples:
+        """The set's own validation split, or a share of each training class."""
+        own = self.splits == VALIDATION
+        if own.any() and share == 0:
+            unused = replace(self, splits=np.where(own, UNUSED, self.splits))
+            return unused.with_note(f"validation: the set's own {own.sum():,} are not used")
+        if own.any():
+            return self.with_note("validation: the set's own")
+        if share == 0:
+            return self
+        counts = np.bincount(self.labels[self.splits == TRAIN] + 1)[1:]  # without the label -1
+        single = [self.classes[i] for i in np.flatnonzero(counts == 1)]
+        note = (f"validation: none of {first_few(single)}, of one sample each",) if single else ()
+        return replace(self._held_out(share, seed, VALIDATION), notes=(*self.notes, *note))
+
+    def _held_out(self, share: float, seed: int, split: int) -> Samples:
+        splits, training = self.splits.copy(), np.flatnonzero(self.splits == TRAIN)
+        splits[training[held_out(self.labels[training], share, seed)]] = split
+        return replace(self, splits=splits)
+
+
+# -- finding files ----------------------------------------------------------------------------------------------------
+
+
+def find_in_folder(path: str, labels: bool) -> Samples:
+    """PATH/train/CLASS/* with val and test beside it, or PATH/CLASS/*; without labels, all images below PATH."""
+    root = Path(path).expanduser()
+    if not root.is_dir():
+        raise DataError(
+            f"there is no folder {printable(root.absolute())}; expected folder:PATH with images by class"
+        )
+    split_folders, others = _split_folders(root, labels)
+    folders = split_folders or {TRAIN: root}
+    classes = _classes(folders) if labels else ()
+    found = [
+        (file, label, split)
+        for split, folder in folders.items()
+        for file, label in _files(folder, folder.name if split_folders else "", classes)
+    ]
+    good = [(file, label, split) for file, label, split in found if isinstance(file, File)]
+    samples = Samples(
+        classes,
+        labels=np.array([label for _, label, _ in good], np.int64),
+        splits=np.array([split for _, _, split in good], np.int64),
+        files=tuple(file for file, _, _ in good),
+        notes=(f"not looked at: {first_few(others)}",) if others else (),
+        bad=tuple(file for file, _, _ in found if isinstance(file, BadFile)),
+    )
+    return samples if TEST in split_folders else samples.with_test()
+
+
+def _split_folders(root: Path, labels: bool) -> tuple[dict[int, Path], list[str]]:
+    """The folders of splits, if there is one for training with classes in it; and what else is there."""
+    folders = _folders(root)
+    named = {split: [n for n in folders if n.lower() in names] for split, names in SPLIT_NAMES.items()}
+    # "train" is also a vehicle: a class, unless there are folders of classes in it.
+    if not named[TRAIN] or (labels and not any(_folders(root / name) for name in named[TRAIN])):
+        if labels and folders and sum(map(len, named.values())) == len(folders):
+            raise DataError(
+                f"{printable(root)} has {first_few(folders)}, expected train/CLASS/ among them, or CLASS/ alone"
+            )
+        return {}, []
+    for names in named.values():
+        if len(names) > 1:
+            raise DataError(
+                f"{printable(root)} has {first_few(names)}, expected one of them; leave or rename one"
+            )
+    splits = {split: root / names[0] for split, names in named.items() if names}
+    return splits, [name for name in folders if root / name not in splits.values()]
+
+
+def _classes(folders: dict[int, Path]) -> tuple[str, ...]:
+    classes = _folders(folders[TRAIN])
+    if not classes:
+        raise DataError(
+            f"{printable(folders[TRAIN])} has no folders of classes; expected CLASS/image.jpg, or labels=False for "
+            "images without classes"
+        )
+    for folder in folders.values():
+        unknown = sorted(set(_folders(folder)) - set(classes))
+        if unknown:
+            raise DataError(
+                f"{printable(folder)} has classes that training has not: {first_few(unknown)}; remove or add them"
+            )
+    return tuple(classes)
+
+
+def _files(folder: Path, prefix: str, classes: Sequence[str]) -> Iterator[tuple[File | BadFile, int]]:
+    """Each file of a split with its label; -1 where there are no classes."""
+    if not classes:
+        yield from ((file, -1) for file in _walk(folder, prefix or ".", set()))
+        return
+    for entry in sorted(folder.iterdir()):
+        name = f"{prefix}/{entry.name}".lstrip("/")
+        if _is_clutter(entry.name):
+            continue
+        if entry.is_dir():
+            for file in _walk(entry, name, set()):
+                yield file, classes.index(entry.name)
+        elif _IMAGE_NAME.search(entry.name):
+            yield BadFile(name, "an image outside of the folders of classes"), -1
+
+
+def _folders(path: Path) -> list[str]:
+    try:
+        return sorted(p.name for p in path.iterdir() if p.is_dir() and not _is_clutter(p.name))
+    except OSError as error:
+        raise DataError(f"{printable(path)} cannot be listed: {error.strerror or error}") from error
+
+
+def _walk(path: Path, name: str, seen: set[tuple[int, int]]) -> Iterator[File | BadFile]:
+    """All files below a folder in the order of their names. Links are followed; each folder is read once."""
+    try:
+        found = path.stat()
+        if stat.S_ISREG(found.st_mode):
+            yield File(name, path.read_bytes, str(found.st_mtime_ns), found.st_size)
+        elif not stat.S_ISDIR(found.st_mode):  # pipes and devices are never opened
+            yield BadFile(name, "not a regular file")
+        elif (found.st_dev, found.st_ino) in seen:
+            yield BadFile(name, "a link to a folder that is read already")
+        else:
+            seen.add((found.st_dev, found.st_ino))
+            for entry in sorted(entry.name for entry in path.iterdir()):
+                if not _is_clutter(entry):
+                    yield from _walk(path / entry, f"{name}/{entry}", seen)
+    except OSError as error:
+        broken = path.is_symlink() and not path.exists()
+        yield BadFile(name, "broken link" if broken else f"unreadable: {error.strerror or error}")
+
+
+def _is_clutter(name: str) -> bool:
+    """True for hidden files, and for what operating systems leave behind."""
+    return name.startswith(".") or name.lower() in _CLUTTER
+
+
+# -- decoding them ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Images of all files (n, side, side, 3), what is wrong with which, and a digest of each file's contents."""
+
+    images: Images
+    wrong: dict[int, str]
+    digests: Sequence[str]
+
+
+def decode_files(files: Sequence[File], side: int, cache_folder: str | os.PathLike[str] | None) -> Decoded:
+    """Read and decode all files, or take what a cache has of exactly these."""
+    pillow()  # a missing library is no fault of the first file
+    shape = (len(files), side, side, 3)
+    try:
+        if cache_folder is None:
+            return _decode_into(np.zeros(shape, np.uint8), files)
+        return _decode_with_cache(files, shape, Path(cache_folder).expanduser())
+    except MemoryError as error:
+        raise DataError(
+            f"memory ran out: {len(files):,} images of {side}x{side} take {np.prod(shape):,} bytes; pass "
+            "cache_folder= to keep them in a file, a smaller image_size, or max_train_samples"
+        ) from error
+
+
+def _decode_into(images: Images, files: Sequence[File]) -> Decoded:
+    wrong: dict[int, str] = {}
+    digests = [""] * len(files)
+
+    def decode_one(i: int) -> None:
+        if files[i].size > MAX_FILE_BYTES:
+            wrong[i] = f"too large: {files[i].size:,} bytes, at most {MAX_FILE_BYTES:,} are read"
+            return
+        try:
+            found = files[i].read()
+            if found == b"":
+                wrong[i] = "empty: 0 bytes"
+                return
+            image = to_rgb(decode(found) if isinstance(found, bytes) else found)
+            images[i] = center_square(image, images.shape[1])
+            digests[i] = hashlib.sha256(
+                found if isinstance(found, bytes) else images[i].tobytes()
+            ).hexdigest()
+        except MemoryError:
+            raise
+        except Exception as error:
+            wrong[i] = why_unusable(error)
+
+    threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+    with warnings.catch_warnings():  # out here, since all threads share the filters
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+        warnings.filterwarnings("ignore", category=pillow().DecompressionBombWarning)  # checked by us
+        try:
+            for _ in threads.map(decode_one, range(len(files))):
+                pass
+        finally:
+            threads.shutdown(cancel_futures=True)  # an interrupt does not wait for all the rest
+    return Decoded(images, wrong, digests)
+
+
+def _decode_with_cache(files: Sequence[File], shape: tuple[int, ...], folder: Path) -> Decoded:
+    """Images in an ``.npy`` file that is mapped, beside a record of what they were made of."""
+    listing = (f"{file.name}\0{file.size}\0{file.stamp}" for file in files)
+    key = digest(f"{CACHE_VERSION}\0{shape[1]}", *listing)
+    array, record = folder / f"{key[:24]}.npy", folder / f"{key[:24]}.json"
+    if record.exists():
+        try:
+            return _read_cache(array, record, key, shape)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            text = printable(f"{type(error).__name__}: {error}")
+            logging.getLogger("spalier").warning("the cache %s is made anew: %s", printable(array), text)
+    scratch = array.with_name(f".{array.name}.{os.getpid()}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        images = np.lib.format.open_memmap(scratch, "w+", np.uint8, shape)
+        if hasattr(
+            os, "posix_fallocate"
+        ):  # take the space now: a disk that is full later would kill the process
+            with scratch.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, scratch.stat().st_size)
+        decoded = _decode_into(images, files)
+        if decoded.wrong:  # nothing is kept: bad files are looked at again next time
+            return decoded
+        images.flush()
+        scratch.replace(array)
+        record.write_text(json.dumps({"key": key, "digests": decoded.digests}) + "\n")
+        return _read_cache(array, record, key, shape)
+    except OSError as error:
+        raise DataError(
+            f"the cache {printable(folder)} cannot be written: {error.strerror or error}; it needs "
+            f"{np.prod(shape):,} bytes: pass another cache_folder, or none to hold the images in memory"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):  # there may be no such file or folder
+            scratch.unlink()
+
+
+def _read_cache(array: Path, record: Path, key: str, shape: tuple[int, ...]) -> Decoded:
+    found = json.loads(record.read_text())
+    images = np.load(array, mmap_mode="r", allow_pickle=False)
+    if found["key"] != key or images.shape != shape or images.dtype != np.uint8:
+        raise ValueError("it is of other images")
+    return Decoded(images, {}, found["digests"])
 
 
 # -- decoding ---------------------------------------------------------------------------------------------------------
@@ -102,143 +415,3 @@ def _formats() -> tuple[str, ...]:
     """The admitted formats that this build of Pillow has."""
     pillow().init()
     return tuple(name for name in FORMATS if name in pillow().OPEN)
-
-
-# -- augmentation -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Preprocessing:
-    """How stored images become a batch.
-
-    ``size`` is the side of the images that come out, ``stored`` the side of those that are kept, ``pad`` the zeros
-    around them in training. ``flip`` says whether a mirrored image still belongs to its class.
-    """
-
-    size: int
-    stored: int
-    pad: int
-    flip: bool
-    mean: Color
-    std: Color
-
-    @staticmethod
-    def small(
-        size: int, mean: Color = IMAGENET_MEAN, std: Color = IMAGENET_STD, flip: bool = True
-    ) -> Preprocessing:
-        """Small images are stored as they come out, and padded by an eighth for random crops."""
-        return Preprocessing(size, size, max(1, size // 8), flip, mean, std)
-
-    @staticmethod
-    def photographs(size: int) -> Preprocessing:
-        """Photographs are stored an eighth larger, so that random crops hold nothing but picture."""
-        return Preprocessing(size, round(size * 8 / 7), 0, True, IMAGENET_MEAN, IMAGENET_STD)
-
-    def as_dict(self) -> dict[str, Any]:
-        """As plain data, for the record of a run."""
-        return asdict(self) | {
-            "mean": list(self.mean),
-            "std": list(self.std),
-            "augment": "flip-crop" if self.flip else "crop",
-            "pixels": "0..255, divided by 255, less the mean, divided by the deviation",
-        }
-
-
-class Offsets(NamedTuple):
-    """Where each sample is cropped, and whether it is mirrored."""
-
-    tops: Ints
-    lefts: Ints
-    flips: NDArray[np.bool_]
-
-    def at(self, indices: Ints) -> Offsets:
-        """Those of some samples."""
-        return Offsets(self.tops[indices], self.lefts[indices], self.flips[indices])
-
-
-def draw_offsets(preprocessing: Preprocessing, count: int, seed: int, epoch: int) -> Offsets:
-    """Crops and flips of all samples for one epoch, drawn at once."""
-    numbers = generator(seed, epoch, OFFSETS)
-    room = preprocessing.stored + 2 * preprocessing.pad - preprocessing.size
-    tops, lefts = numbers.integers(0, room + 1, (2, count))
-    flips = numbers.integers(0, 2, count).astype(bool)
-    return Offsets(tops, lefts, flips & preprocessing.flip)
-
-
-def augment_batch(images: Images, offsets: Offsets, preprocessing: Preprocessing) -> Images:
-    """Crops and flips of a batch: (n, stored, stored, 3) to (n, size, size, 3)."""
-    count, height, width, channels = images.shape
-    pad = preprocessing.pad
-    padded = np.zeros((count, height + 2 * pad, width + 2 * pad, channels), np.uint8)
-    padded[:, pad : pad + height, pad : pad + width] = images
-    out = crop(padded, offsets.tops, offsets.lefts, preprocessing.size)
-    out[offsets.flips] = out[offsets.flips, :, ::-1]
-    return out
-
-
-def crop(images: Images, tops: Ints, lefts: Ints, size: int) -> Images:
-    """One window of each image: (n, h, w, 3) to (n, size, size, 3)."""
-    count, height, width, channels = images.shape
-    flat = np.ascontiguousarray(images).reshape(count, height, width * channels)
-    image, row, byte = flat.strides
-    # A view of every window. The rows of a window lie in one piece, so that numpy copies whole rows.
-    windows = as_strided(
-        flat,
-        (count, height - size + 1, width - size + 1, size, size * channels),
-        (image, row, channels * byte, row, byte),
-        writeable=False,
-    )
-    return windows[np.arange(count), tops, lefts].reshape(count, size, size, channels)
-
-
-def center_crop(images: Images, size: int) -> Images:
-    """The middle of each image: (n, h, w, 3) to (n, size, size, 3)."""
-    start = (images.shape[1] - size) // 2
-    return images[:, start : start + size, start : start + size]
-
-
-def normalize(images: Images, preprocessing: Preprocessing) -> Tensor:
-    """(n, h, w, 3) bytes to (n, 3, h, w) floats, channels last in memory."""
-    count, height, width, _ = images.shape
-    scale, shift = _scale_and_shift(preprocessing, height * width)
-    out = np.multiply(images.reshape(count, len(scale)), scale)
-    out += shift
-    return torch.from_numpy(out).view(count, height, width, 3).permute(0, 3, 1, 2)
-
-
-@lru_cache(maxsize=8)
-def _scale_and_shift(
-    preprocessing: Preprocessing, pixels: int
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Factors and summands for a whole image in one row: numpy is slow at inner loops over three channels."""
-    mean, std = np.array(preprocessing.mean), np.array(preprocessing.std)
-    scale, shift = 1 / (255 * std), -mean / std
-    return np.tile(scale, pixels).astype(np.float32), np.tile(shift, pixels).astype(np.float32)
-
-
-class ArraySplit:
-    """A split whose images are bytes: rows of an array of (n, stored, stored, 3) that all splits share."""
-
-    def __init__(self, images: Images, rows: Ints, labels: Ints, preprocessing: Preprocessing) -> None:
-        self.images, self.rows, self.labels, self.preprocessing = images, rows, labels, preprocessing
-        self._drawn: tuple[tuple[int, int], Offsets] | None = None
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def fetch(self, indices: Ints, epoch: int | None, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Images (n, 3, size, size), channels last in memory, and labels; not augmented with an epoch of None."""
-        indices = np.asarray(indices)
-        images, labels = self.images[self.rows[indices]], torch.from_numpy(self.labels[indices])
-        if epoch is None:
-            images = center_crop(images, self.preprocessing.size)
-        else:
-            images = augment_batch(images, self._offsets(seed, epoch).at(indices), self.preprocessing)
-        return normalize(images, self.preprocessing), labels
-
-    def _offsets(self, seed: int, epoch: int) -> Offsets:
-        """The crops of an epoch, kept for its next batch."""
-        key, drawn = (seed, epoch), self._drawn
-        if drawn is None or drawn[0] != key:
-            drawn = self._drawn = (key, draw_offsets(self.preprocessing, len(self), seed, epoch))
-        return drawn[1]

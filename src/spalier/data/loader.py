@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from spalier.data.data import Split
-from spalier.data.images import ORDER, Ints, generator
+from spalier.data.data import ORDER, Ints, Split, generator
 from spalier.errors import ConfigError, DataError, SpalierError
 from spalier.text import check_integer
 

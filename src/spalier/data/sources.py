@@ -13,8 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from spalier.data.data import BadFile, Data, check_labels, check_share, class_names, digest, gather_labels
-from spalier.data.folder import (
+from spalier.data.data import (
+    ArraySplit,
+    BadFile,
+    Data,
+    Ints,
+    Preprocessing,
+    check_labels,
+    check_share,
+    class_names,
+    digest,
+    gather_labels,
+)
+from spalier.data.images import (
     SPLIT_NAMES,
     TEST,
     TRAIN,
@@ -23,8 +34,8 @@ from spalier.data.folder import (
     Samples,
     decode_files,
     find_in_folder,
+    pillow,
 )
-from spalier.data.images import ArraySplit, Ints, Preprocessing, pillow
 from spalier.errors import DataError
 from spalier.text import check_integer, first_few, import_optional, printable
 

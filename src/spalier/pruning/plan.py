@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor, nn
 
+from spalier.adapters.attachment import Owner, fused_value
 from spalier.adapters.geometry import tensors_of
 from spalier.errors import PlanError
-from spalier.structure.labels import Mask
+from spalier.structure.labels import Ints, Mask
 from spalier.structure.streams import kept_indices
 from spalier.structure.structure import Structure
 from spalier.text import table
@@ -291,3 +293,38 @@ def narrowed(structure: Structure, kept: Kept, chosen: Mapping[str, Mask], write
             streams[number] = np.logical_or.reduce([own[name] for name in several]) & streams[number]
     fewer = {name: mask for name, mask in own.items() if not np.array_equal(mask, streams[free[name]])}
     return Kept(tuple(streams), fewer)
+
+
+Indices = tuple[Ints | None, ...]
+"""For each axis, the indices that stay; None where all do."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """A network, what it has left of its base, and what it is to have left."""
+
+    net: nn.Module
+    structure: Structure
+    owners: Mapping[str, list[Owner]]
+    before: Kept
+    left: Kept
+
+    @cached_property
+    def cuts(self) -> dict[str, Indices]:
+        """For each tensor that loses something, the indices that stay, counted in the tensor as it is now."""
+        return cuts_of(self.structure, self.before, self.left)
+
+    def value(self, name: str) -> Tensor:
+        """A tensor as the network computes with it: its adapter is fused."""
+        return fused_value(self.owners, name)
+
+
+def cuts_of(structure: Structure, before: Kept, left: Kept) -> dict[str, Indices]:
+    """For each tensor that loses something, the indices that stay, counted in the tensor as it was before."""
+    found: dict[str, Indices] = {}
+    for name in dict.fromkeys(tensor for tensor, _ in structure.axes):
+        masks = zip(before.of(structure, name), left.of(structure, name), strict=True)
+        indices = tuple(None if stays[was].all() else np.flatnonzero(stays[was]) for was, stays in masks)
+        if any(index is not None for index in indices):
+            found[name] = indices
+    return found

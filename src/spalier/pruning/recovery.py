@@ -29,7 +29,7 @@ from spalier.adapters.kinds import LowRank, Pointwise, Update
 from spalier.distributed import broadcast_
 from spalier.errors import RecoveryError
 from spalier.pruning.regression import Moments, features, set_best_
-from spalier.structure.capture import in_eval_mode
+from spalier.structure.graph import in_eval_mode
 from spalier.text import first_line, table
 
 KeptOutputs = Mapping[str, Any]

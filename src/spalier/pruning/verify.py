@@ -27,13 +27,20 @@ from torch.utils._pytree import tree_leaves
 from spalier.adapters.attach import detach_
 from spalier.adapters.attachment import Changes, is_marked
 from spalier.errors import PruneError
-from spalier.pruning.cuts import Reduction
-from spalier.pruning.plan import MARK
-from spalier.structure.capture import arguments, copied, in_eval_mode, module_of, operation, preserved
+from spalier.pruning.plan import MARK, Reduction
+from spalier.structure.graph import (
+    Statistic,
+    Value,
+    arguments,
+    copied,
+    in_eval_mode,
+    module_of,
+    operation,
+    preserved,
+)
 from spalier.structure.labels import Mask
 from spalier.structure.streams import kept_indices
 from spalier.structure.structure import Captured, Structure, capture_again_
-from spalier.structure.walk import Statistic, Value
 from spalier.text import first_line
 
 

@@ -18,9 +18,19 @@ import numpy as np
 from torch import Tensor
 from torch.fx import Node
 
-from spalier.structure.capture import operation
+from spalier.structure.graph import (
+    Kind,
+    Result,
+    Value,
+    Walk,
+    argument,
+    operation,
+    rule,
+    shape_of,
+    sources,
+    unknown,
+)
 from spalier.structure.labels import Ints
-from spalier.structure.walk import Kind, Result, Value, Walk, argument, rule, shape_of, sources, unknown
 
 TAPS = "a tap of a kernel"
 """Taps are no channels, and what must stay for this reason is not listed."""

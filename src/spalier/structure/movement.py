@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from spalier.structure.capture import operation
+from spalier.structure.graph import Result, Value, Walk, argument, operation, rule, shape_of, sources, unknown
 from spalier.structure.labels import NONE, Ints
-from spalier.structure.walk import Result, Value, Walk, argument, rule, shape_of, sources, unknown
 
 
 @rule(

@@ -27,9 +27,8 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from spalier.adapters.geometry import Added
-from spalier.structure.capture import module_of, operation, placeholders
+from spalier.structure.graph import Value, Walk, module_of, operation, placeholders
 from spalier.structure.streams import Assembly, AxisUnits, Member, Stream
-from spalier.structure.walk import Value, Walk
 
 Side = Literal["output", "input"]
 

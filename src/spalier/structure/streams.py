@@ -18,9 +18,8 @@ from functools import cached_property
 import numpy as np
 
 from spalier.structure.arithmetic import TAPS
-from spalier.structure.capture import module_of
+from spalier.structure.graph import Kind, Role, Term, Walk, module_of
 from spalier.structure.labels import NONE, Ints, LabelledAxis, Mask, Resolved
-from spalier.structure.walk import Kind, Role, Term, Walk
 
 AxisUnits = tuple[tuple[int, Ints], ...]
 """For each stream on an axis, its number and the unit at each index; NONE where an index goes with none."""

@@ -29,7 +29,7 @@ from spalier.adapters.geometry import Added, first_names, tensors_of
 from spalier.errors import ConfigError, TraceError
 from spalier.files import write
 from spalier.structure import movement  # noqa: F401  (importing it registers its rules; streams imports arithmetic)
-from spalier.structure.capture import capture, copied
+from spalier.structure.graph import Value, Walk, capture, copied
 from spalier.structure.labels import Ints, Labels
 from spalier.structure.sites import FreeWriter, GraphSearch, Site, find_folds
 from spalier.structure.streams import (
@@ -45,7 +45,6 @@ from spalier.structure.streams import (
     extents_of,
     kept_indices,
 )
-from spalier.structure.walk import Value, Walk
 from spalier.text import pattern, pattern_of, table
 
 UNUSED = "not used on this example"

@@ -15,9 +15,9 @@ from spalier.adapters.attachment import Changes, Owner, attachment_of, owners_of
 from spalier.adapters.geometry import is_norm
 from spalier.adapters.kinds import ADAPTERS, FineTune
 from spalier.errors import SpalierError, TaskFileError
-from spalier.pruning.cuts import Cutter
 from spalier.pruning.modules import set_spread_
 from spalier.pruning.plan import MARK
+from spalier.pruning.prune import Cutter
 from spalier.tasks.base import Base
 from spalier.tasks.build import check_base, resized_attributes
 from spalier.tasks.task import Task, matrices

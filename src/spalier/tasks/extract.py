@@ -18,9 +18,9 @@ from spalier.adapters.geometry import first_names, is_finite, is_norm, tensors_o
 from spalier.adapters.kinds import LowRank, Pointwise, Update
 from spalier.budget import Meter
 from spalier.errors import AttachmentError, ConfigError, NonFiniteError, PlanError
-from spalier.pruning.cuts import cut
 from spalier.pruning.modules import resized_by_tensors
 from spalier.pruning.plan import MARK, Kept, kept_of
+from spalier.pruning.prune import cut
 from spalier.structure.structure import Structure
 from spalier.tasks import table
 from spalier.tasks.base import architecture_digest, values_digest
