@@ -165,7 +165,7 @@ def test_what_is_not_known_is_said(tmp_path):
     store.add(task(0, "a", metrics={"accuracy": 0.5}))
     (tmp_path / "bad.task.safetensors").write_bytes(b"<script>alert(1)</script>")
     text = report(tmp_path).read_text("utf-8")
-    assert "Latency was not measured" in text
+    assert "Accuracy against latency is not shown" in text
     assert "Left out" in text
     assert ">bad<" in text
     assert resource("page.js").count("\n") < 400

@@ -165,7 +165,6 @@ class CostAxis:
     label: str
     unit: str
     caption: str
-    missing: str
     joined: bool = True
 
     def is_known(self, task: TaskResult, measure: str) -> bool:
@@ -177,18 +176,15 @@ COST_AXES = (
     CostAxis(
         *("accuracy-learned", "learned", "learned parameters", "learned parameters", "learned"),
         "Further left is a smaller file; higher is better.",
-        "No task says how many parameters it has learned, or how accurate it is.",
     ),
     CostAxis(
         *("accuracy-macs", "macs_left", "MACs", "multiply-accumulates of one sample", "MACs"),
         "Further left is less work for each sample.",
-        "No task says both how accurate it is and how many MACs it takes.",
     ),
     CostAxis(
         *("accuracy-latency", "latency_ms", "latency", "milliseconds for one sample", "ms"),
         "Measured at the end of each block, for one sample, on the machine of the run: not in turns, so noisy, and "
         "not joined by lines. The command spalier bench compares with care.",
-        "Latency was not measured: the files of tasks do not hold it, runs do.",
         joined=False,
     ),
 )
@@ -206,9 +202,8 @@ def accuracy_figures(data: ReportData) -> Iterator[draw.Figure]:
 
 
 def missing(data: ReportData) -> list[str]:
-    """What cannot be drawn, in words."""
-    unknown = [a for a in COST_AXES if not any(a.is_known(task, data.measure) for task in data.tasks)]
-    return [axis.missing for axis in unknown] if data.tasks else []
+    """The names of what accuracy is not drawn against, because no task has both numbers."""
+    return [a.title for a in COST_AXES if not any(a.is_known(task, data.measure) for task in data.tasks)]
 
 
 def _accuracy_figure(data: ReportData, axis: CostAxis, found: Sequence[Point]) -> draw.Figure:

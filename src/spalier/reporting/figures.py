@@ -279,12 +279,10 @@ def _examples_figure(task: TaskResult, name: str) -> draw.Figure:
 
 def _image(task: TaskResult, example: Example, x: float, y: float) -> list[draw.Mark]:
     label, guess = task.classes[example.label], task.classes[example.guess]
-    if example.label == example.guess:
-        css, words, tip = "right", draw.fitted(label, 76, 10), label
-    else:
+    css, words = "right", draw.fitted(label, 76, 10)
+    if example.label != example.guess:
         css, words = "wrong", f"{draw.fitted(label, 31, 10)} → {draw.fitted(guess, 31, 10)}"
-        tip = f"{label} predicted as {guess}"
-    tip += f"\nconfidence {percent(example.confidence)}"
+    tip = f"{label} predicted as {guess}\nconfidence {percent(example.confidence)}"
     return [
         draw.Box(x, y + 0.43, x + 0.92, y + 1.35, css, tip, png=example.png),
         draw.Text(x, y + 0.26, words, "small"),
