@@ -38,8 +38,8 @@ from torch import Tensor, nn
 
 import spalier as sp
 from spalier.structure.structure import Structure
+from spalier.tasks import StoreReport, TaskCost
 from spalier.tasks import table as tables
-from spalier.tasks.store import StoreReport, TaskCost
 
 torchvision_ops.declare()  # peft looks for torchvision as it is imported
 

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from spalier.scheduling import Schedule
     from spalier.selecting import select
     from spalier.structure.structure import Structure
-    from spalier.tasks.store import Store
-    from spalier.tasks.switcher import Switcher
-    from spalier.tasks.task import Task
+    from spalier.tasks import Store, Switcher, Task
     from spalier.tracing import trace
 
 __version__ = "0.1.0"
@@ -71,11 +69,11 @@ _LATER = {
     "SPPaRA": "adapters",
     "Schedule": "scheduling",
     "Scores": "criteria",
-    "Store": "tasks.store",
+    "Store": "tasks",
     "Structure": "structure.structure",
     "Sweep": "runs",
-    "Switcher": "tasks.switcher",
-    "Task": "tasks.task",
+    "Switcher": "tasks",
+    "Task": "tasks",
     "TransferPruning": "runs",
     "attach_": "adapters",
     "bench": "benching",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from spalier.counting import count
 from spalier.errors import ConfigError, ExampleError, NetworkError, SpalierError
-from spalier.tasks.task import Task
+from spalier.tasks import Task
 from spalier.text import check_integer, first_line, import_optional, table
 from spalier.timing import (
     CONFIDENCE,

@@ -23,7 +23,7 @@ from attacks.files import CASES, HOSTILE_TEXT, MARKUP, nested, pickled, saved
 from attacks.parts import base, changed, example, join, pack, split, task, unpack, valid
 from spalier import files
 from spalier.errors import TASK_FILE_CODES, TaskFileError
-from spalier.tasks.format import SUFFIX, check_name
+from spalier.tasks import SUFFIX, check_name
 
 SECONDS = 10
 """What no refusal may take of a processor, however slow; nearly all take milliseconds."""

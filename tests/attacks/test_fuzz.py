@@ -23,7 +23,7 @@ from support import assert_unchanged, snapshot
 import spalier
 from attacks.parts import Parts, base, join, pack, split, unpack, valid
 from spalier.errors import TaskFileError
-from spalier.tasks.format import SUFFIX
+from spalier.tasks import SUFFIX
 from spalier.tasks.table import Table
 
 MEGABYTES = 64

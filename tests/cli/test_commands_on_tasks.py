@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from spalier.networks import open_network
-from spalier.tasks.store import Store
-from spalier.tasks.task import Task
+from spalier.tasks import Store, Task
 
 IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 

@@ -14,7 +14,7 @@ from spalier.cli.demo import BATCH_SIZE, DENSITIES, METHODS, TASKS
 from spalier.cli.main import main
 from spalier.models import read_weights
 from spalier.networks import open_network
-from spalier.tasks.store import Store
+from spalier.tasks import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 

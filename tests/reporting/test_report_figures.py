@@ -21,7 +21,7 @@ from spalier.reporting.comparisons import bytes_figures
 from spalier.reporting.draw import Axis, Dot, Figure, Line, Panel, has_leaves, leaf_paths, to_svg
 from spalier.reporting.load import ReportData, Run, TaskResult, load
 from spalier.reporting.page import PNG_SCALE, all_figures, export, report, standalone, to_csv
-from spalier.tasks.store import StoreReport
+from spalier.tasks import StoreReport
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -22,7 +22,7 @@ import spalier
 from attacks.parts import base, task, valid
 from spalier.errors import TaskFileError
 from spalier.files import LEFTOVER_AGE
-from spalier.tasks.format import SUFFIX
+from spalier.tasks import SUFFIX
 
 fcntl, resource = pytest.importorskip("fcntl"), pytest.importorskip("resource")
 HERE = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ from torch import nn
 
 import spalier as sp
 from spalier.errors import TASK_FILE_CODES, TaskFileError
-from spalier.tasks.store import StoreReport, TaskCost
+from spalier.tasks import StoreReport, TaskCost
 
 IMAGE = torch.zeros(2, 3, 8, 8)
 

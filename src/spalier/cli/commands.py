@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from spalier.data import Data
     from spalier.runs.evaluation import Evaluation
-    from spalier.tasks.task import Task
+    from spalier.tasks import Task
 
 EVAL_BATCH_SIZE = 256
 BACKENDS = "eager,compiled,onnxruntime"

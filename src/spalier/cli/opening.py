@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from spalier.runs import Settings
-    from spalier.tasks.task import Task
+    from spalier.tasks import Task
 
 SUFFIX = ".task.safetensors"
 

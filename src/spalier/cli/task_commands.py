@@ -20,7 +20,7 @@ from spalier.errors import NetworkError, TaskFileError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from spalier.tasks.task import Task
+    from spalier.tasks import Task
 
 TASK_FILE = click.argument("task", metavar="TASK", type=click.Path())
 

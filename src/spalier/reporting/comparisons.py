@@ -12,7 +12,7 @@ from spalier.adapters import ADAPTERS
 from spalier.reporting import draw
 from spalier.reporting.figures import bars
 from spalier.reporting.load import MEASURES, TASK_SETTINGS, ReportData, TaskResult
-from spalier.tasks.store import StoreReport, TaskCost
+from spalier.tasks import StoreReport, TaskCost
 from spalier.text import byte_size, clean, percent, short_number
 
 MOST_SERIES = 12

@@ -26,9 +26,7 @@ from spalier.errors import ConfigError, RunError, SpalierError, TaskFileError
 from spalier.files import reason
 from spalier.runs import Settings
 from spalier.runs.settings import RESUMABLE
-from spalier.tasks.format import SUFFIX, check_name
-from spalier.tasks.store import Store
-from spalier.tasks.task import Task
+from spalier.tasks import SUFFIX, Store, Task, check_name
 from spalier.text import clean, import_optional
 
 MEASURES = {"test": "test accuracy", "validation": "validation accuracy"}

@@ -23,7 +23,7 @@ from spalier.reporting.draw import Cell, Figure, Line, density, to_svg
 from spalier.reporting.figures import learning_figure, network_figure, steps, task_figures
 from spalier.reporting.load import MEASURES, TASK_SETTINGS, ReportData, Run, TaskResult, load
 from spalier.runs.checkpoint import write_errors
-from spalier.tasks.format import SUFFIX
+from spalier.tasks import SUFFIX
 from spalier.text import byte_size, clean, first_few, import_optional, percent, short_number
 
 TASK_WIDTH, HALF_WIDTH, NETWORK_WIDTH, MIDDLE_WIDTH, FULL_WIDTH = 344, 544, 640, 700, 1120

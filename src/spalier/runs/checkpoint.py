@@ -27,7 +27,7 @@ from torch import Tensor
 from spalier import files
 from spalier.errors import RunError, SpalierError, TaskFileError
 from spalier.runs.settings import Settings, differences
-from spalier.tasks.task import Task
+from spalier.tasks import Task
 
 FORMAT = 1
 Phase = Literal["train", "finish", "score", "prune", "done"]

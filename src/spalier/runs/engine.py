@@ -45,9 +45,7 @@ from spalier.runs.processes import Machine, Progress, StopSignals, sum_gradients
 from spalier.runs.settings import Settings, seed_of
 from spalier.selecting import select
 from spalier.structure.structure import structure_of
-from spalier.tasks.format import SUFFIX
-from spalier.tasks.store import Store
-from spalier.tasks.task import Task
+from spalier.tasks import SUFFIX, Store, Task
 
 
 class Engine:

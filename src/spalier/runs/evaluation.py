@@ -22,7 +22,7 @@ from spalier.runs.checkpoint import Position
 from spalier.runs.processes import sum_over_ranks
 from spalier.runs.settings import Settings
 from spalier.runs.step import cross_entropy
-from spalier.tasks.task import Task
+from spalier.tasks import Task
 from spalier.text import import_optional
 from spalier.timing import finished, lower_quartile, time_call
 

@@ -28,8 +28,7 @@ from spalier.runs.checkpoint import RunFolder
 from spalier.runs.engine import Engine
 from spalier.runs.processes import Machine
 from spalier.runs.settings import Settings
-from spalier.tasks.store import Store
-from spalier.tasks.task import Task
+from spalier.tasks import Store, Task
 from spalier.text import table
 
 Row = dict[str, Any]

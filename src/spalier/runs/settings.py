@@ -28,7 +28,7 @@ from spalier.criteria.criterion import Criterion, Random
 from spalier.criteria.score import CRITERIA
 from spalier.errors import ConfigError, TaskFileError
 from spalier.scheduling import agp
-from spalier.tasks.format import check_name
+from spalier.tasks import check_name
 from spalier.text import import_optional
 
 BY_RECIPE: Any = None

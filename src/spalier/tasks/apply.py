@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from spalier.pruning.plan import MARK
 from spalier.pruning.prune import Cutter
 from spalier.tasks.base import Base
 from spalier.tasks.build import check_base, resized_attributes
-from spalier.tasks.task import Task, matrices
+from spalier.tasks.task import Task, matrices, own_tensors
 
 if TYPE_CHECKING:
     from spalier.structure.structure import Structure
@@ -107,8 +107,8 @@ def _fill_(task: Task, net: nn.Module, base: Base, changes: Changes) -> None:
     owners = owners_of(net, base.ties)
     cutter = Cutter(attachment_of(net), changes)
     factors = matrices(task.adapter_values(), task.adapter_shapes)
-    values = _split(task, task.values, "values")
-    integers = _split(task, torch.tensor(task.integers, dtype=torch.int64, device="cpu"), "integers")
+    values = own_tensors(task, "values", task.values)
+    integers = own_tensors(task, "integers", torch.tensor(task.integers, dtype=torch.int64, device="cpu"))
     for row, cut in task.cut_rows:
         for name in row.names:
             places = owners[name]
@@ -121,13 +121,6 @@ def _fill_(task: Task, net: nn.Module, base: Base, changes: Changes) -> None:
             if update is not None:
                 for parameter in update.parameters():
                     _put_factor_(changes, parameter, next(factors))
-
-
-def _split(task: Task, flat: Tensor, source: str) -> Iterator[Tensor]:
-    """The tensors of one source, in the order of the table."""
-    shapes = [cut.shape for row, cut in task.cut_rows if row.source == source for _ in row.keys]
-    parts = flat.split([torch.Size(shape).numel() for shape in shapes])
-    return (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
 def _put_factor_(changes: Changes, parameter: nn.Parameter, factor: Tensor) -> None:
@@ -158,8 +151,7 @@ def _resize_(task: Task, net: nn.Module, changes: Changes, structure: Structure 
                 if isinstance(value, int | tuple) and old is not None and path not in table.heads:
                     before.setdefault(path, {})[key] = old
                 changes.set_(modules[path], "", key, value)
-    for number, writer in enumerate(table.writers, start=len(table.streams)):
-        own = task.masks[number][task.masks[writer.stream]]
+    for writer, own in task.spreads:
         set_spread_(changes, modules[writer.module], own, writer.axis)
     if all(mask.all() for mask in task.masks):
         return

@@ -6,7 +6,7 @@ import contextlib
 import math
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,7 @@ from spalier.pruning.modules import (
 from spalier.tasks.base import NUMPY_DTYPES, Base, Weight
 from spalier.tasks.format import quoted
 from spalier.tasks.table import Cut, Ints, LowRank, Pointwise, Table
-from spalier.tasks.task import Task, largest, matrices
-
-_ADVICE = "load the network and the weights that attach_ was called on"
+from spalier.tasks.task import Task, largest, matrices, own_tensors
 
 
 @torch.no_grad()
@@ -43,8 +41,7 @@ def build(task: Task, base: Base, *, fold: bool, share: bool, pool: Pool | None 
         modules = base.copy_with(builder.tensors())
         for path, attributes in resized_attributes(task, modules).items():
             modules[path].__dict__.update(attributes)
-        for number, writer in enumerate(task.table.writers, start=len(task.table.streams)):
-            own = task.masks[number][task.masks[writer.stream]]
+        for writer, own in task.spreads:
             module = modules[writer.module]
             module.add_module(NAME, Spread(own, writer.axis).to(builder.device).eval())
             module.register_forward_hook(spread_output)
@@ -55,12 +52,10 @@ def build(task: Task, base: Base, *, fold: bool, share: bool, pool: Pool | None 
 
 def bytes_beside(task: Task, base: Base) -> int:
     """How many bytes a network that shares with its base takes beside it."""
-    rows = sum(
-        len(row.names) * math.prod(cut.shape) * base.tensors[row.names[0]].element_size()
-        for row, cut in task.cut_rows
-    )
-    indices = sum(8 * int(task.masks[writer.stream].sum()) for writer in task.table.writers)
-    return rows + indices
+    total = sum(8 * len(own) for _, own in task.spreads)  # the indices of gathers
+    for row, cut in task.cut_rows:
+        total += len(row.names) * math.prod(cut.shape) * base.tensors[row.names[0]].dtype.itemsize
+    return total
 
 
 # does the task fit the base?
@@ -73,13 +68,10 @@ def check_base(task: Task, base: Base) -> None:
         _check_table(table, base)
         base.fitting.add(table)
     if base.architecture(table.heads) != task.info.base.architecture:
-        raise TaskFileError(
-            "base",
-            f"the task was learned on another architecture than this {type(base.net).__name__}; {_ADVICE}",
-        )
+        raise _misfit(f"the task was learned on another architecture than this {type(base.net).__name__}")
     if base.values_without(table.own) != task.info.base.values:
-        raise TaskFileError(
-            "base-values", f"the base has other weights than the one that the task was learned on; {_ADVICE}"
+        raise _misfit(
+            "the base has other weights than the one that the task was learned on", code="base-values"
         )
 
 
@@ -89,31 +81,26 @@ def _check_table(table: Table, base: Base) -> None:
         for name in row.names:
             tensor = base.tensors.get(name)
             if tensor is None:
-                raise TaskFileError("base", f"the base has no tensor {quoted(name)}; {_ADVICE}")
+                raise _misfit(f"the base has no tensor {quoted(name)}")
             may_differ = name in table.own and row.path in table.heads and tensor.dim() == len(row.shape)
             if tensor.shape != row.shape and not may_differ:
-                raise TaskFileError(
-                    "base",
-                    f"{quoted(name)} has shape {tuple(tensor.shape)} in the base, expected {row.shape}; {_ADVICE}",
-                )
+                shape = tuple(tensor.shape)
+                raise _misfit(f"{quoted(name)} has shape {shape} in the base, expected {row.shape}")
             if tensor.is_floating_point() == (row.source == "integers"):
-                raise TaskFileError("base", f"{quoted(name)} is {tensor.dtype} in the base; {_ADVICE}")
+                raise _misfit(f"{quoted(name)} is {tensor.dtype} in the base")
             if not isinstance(row.source, str):
-                _check_geometry(name, row.source, base.geometry(name))
+                source, geometry = row.source, base.geometry(name)
+                is_same = (source.groups, source.inputs_first) == (geometry.groups, geometry.inputs_first)
+                if not is_same or source.taps not in (1, math.prod(geometry.kernel)):
+                    raise _misfit(f"the adapter of {quoted(name)} is for another kind of layer", code="sizes")
     folds = [path for pair in table.folds for path in pair]
     for path in (*(w.module for w in table.writers), *table.attributes, *table.heads, *folds):
         if path not in base.modules:
-            raise TaskFileError("base", f"the base has no module {quoted(path)}; {_ADVICE}")
+            raise _misfit(f"the base has no module {quoted(path)}")
 
 
-def _check_geometry(name: str, source: LowRank | Pointwise, geometry: Geometry) -> None:
-    taps = source.taps if isinstance(source, LowRank) else 1
-    is_same = (source.groups, source.inputs_first) == (geometry.groups, geometry.inputs_first)
-    if not is_same or taps not in (1, math.prod(geometry.kernel)):
-        raise TaskFileError(
-            "sizes",
-            f"the adapter of {quoted(name)} is for another kind of layer than the base has; {_ADVICE}",
-        )
+def _misfit(message: str, code: str = "base") -> TaskFileError:
+    return TaskFileError(code, f"{message}; load the network and the weights that attach_ was called on")
 
 
 # the tensors of a network
@@ -130,17 +117,10 @@ class _Builder:
         self._peak = largest(adapters)
         self._adapters, self._array, self._start = adapters.to(self.device), adapters.numpy(), 0
         self._arena = _Arena(task, base, pool, share=share)
-        self._values = self._split(task.values.to(self.device, copy=True), "values")
-        self._integers = self._split(
-            torch.tensor(task.integers, dtype=torch.int64, device=self.device), "integers"
-        )
+        self._values = own_tensors(task, "values", task.values.to(self.device, copy=True))
+        integers = torch.tensor(task.integers, dtype=torch.int64, device=self.device)
+        self._integers = own_tensors(task, "integers", integers)
         self._indices: dict[int, Tensor] = {}
-
-    def _split(self, flat: Tensor, source: str) -> Iterator[Tensor]:
-        sizes = [
-            math.prod(cut.shape) for row, cut in self.task.cut_rows if row.source == source for _ in row.keys
-        ]
-        return iter(flat.split(sizes))
 
     def tensors(self) -> dict[str, Tensor]:
         """Every parameter and buffer of the network, by its first name."""
@@ -148,9 +128,9 @@ class _Builder:
         for row, cut in self.task.cut_rows:
             for name in row.names:
                 if row.source == "values":
-                    tensor = self._own_values(name, cut.shape)
+                    tensor = self._own_values(name)
                 elif row.source == "integers":
-                    tensor = self._own_integers(name, cut.shape)
+                    tensor = self._own_integers(name)
                 elif row.source == "base":
                     tensor = self._cut(self.base.tensors[name], cut)
                 else:
@@ -168,24 +148,19 @@ class _Builder:
         learns = self.base.flags[name]
         return values if learns is None else nn.Parameter(values, requires_grad=learns and not self._share)
 
-    def _own_values(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        dtype = self.base.tensors[name].dtype
-        part = next(self._values)
-        part = part if self._share else part.clone()
-        if part.dtype != dtype:
-            part = part.to(dtype)
-            _check_finite(name, part)
-        return part if len(shape) == 1 else part.view(shape)
+    def _own_values(self, name: str) -> Tensor:
+        dtype, found = self.base.tensors[name].dtype, next(self._values)
+        if found.dtype != dtype:
+            found = found.to(dtype)
+            _check_finite(name, found)
+        return found if self._share else found.clone()
 
-    def _own_integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        dtype = self.base.tensors[name].dtype
-        part = next(self._integers).view(shape)
-        if dtype == torch.int64:
-            return part if self._share else part.clone()
-        made = part.to(dtype)
-        if not torch.equal(made.to(torch.int64), part):
+    def _own_integers(self, name: str) -> Tensor:
+        dtype, found = self.base.tensors[name].dtype, next(self._integers)
+        made = found if dtype == torch.int64 else found.to(dtype)
+        if made is not found and not torch.equal(made.to(torch.int64), found):
             raise TaskFileError("base", f"{quoted(name)} is {dtype}, too small for its numbers")
-        return made
+        return made if self._share else made.clone()
 
     def _cut(self, tensor: Tensor, cut: Cut) -> Tensor:
         """What is left of a tensor, in memory of its own."""
@@ -408,14 +383,9 @@ def _check_attribute(path: str, key: str, value: int | tuple[int, ...], base: ob
 # folding: a batch norm into the layer before it
 
 
-_OUTPUT_AXES = {
-    nn.Linear: 0,
-    nn.Conv1d: 0,
-    nn.Conv2d: 0,
-    nn.Conv3d: 0,
-    nn.ConvTranspose1d: 1,
-    nn.ConvTranspose2d: 1,
-    nn.ConvTranspose3d: 1,
+_OUTPUT_AXES: dict[type[nn.Module], int] = {
+    **dict.fromkeys((nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), 0),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), 1),
 }
 """The axis of each kind's weight that is its output."""
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

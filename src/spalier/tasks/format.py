@@ -51,10 +51,7 @@ _RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNOREC
 _JOINERS = "\u200c\u200d"  # between letters of several scripts, and inside of emoji
 _FOREIGN = {
     b"PK\x03\x04": "a zip archive, as torch.save writes",
-    b"\x80\x02": "a pickle",
-    b"\x80\x03": "a pickle",
-    b"\x80\x04": "a pickle",
-    b"\x80\x05": "a pickle",
+    **{bytes([0x80, protocol]): "a pickle" for protocol in range(2, 6)},
     b"\x1f\x8b": "a gzip archive",
     b"GGUF": "a GGUF file",
     b"\x89HDF": "an HDF5 file",

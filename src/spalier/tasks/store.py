@@ -72,16 +72,11 @@ class Store:
         try:
             # absolute: the same after a change of the working folder
             self.folder = Path(folder).expanduser().absolute()
-        except TypeError:
-            raise TaskFileError(
-                "name", f"the folder is a {type(folder).__name__}, expected its name"
-            ) from None
-        try:
             self.folder.mkdir(parents=True, exist_ok=True)
             files.sweep(self.folder)
-        except (OSError, ValueError) as error:
+        except (OSError, TypeError, ValueError) as error:
             raise TaskFileError(
-                "unreadable", f"{str(self.folder)!a} cannot be a store: {files.reason(error)}; pass a folder"
+                "unreadable", f"{str(folder)!a} cannot be a store: {files.reason(error)}; pass a folder"
             ) from error
 
     def path(self, name: str) -> Path:

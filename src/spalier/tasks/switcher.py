@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from spalier import files
-from spalier.errors import ConfigError, TaskFileError
+from spalier.errors import TaskFileError
 from spalier.tasks.base import Base
 from spalier.tasks.build import Pool, build, bytes_beside
 from spalier.tasks.store import Store
@@ -53,8 +53,6 @@ class Switcher:
         limit: int | None = None,
         fold: bool = False,
     ) -> None:
-        if not isinstance(fold, bool):
-            raise ConfigError(f"fold is {fold!r}, expected True or False")
         self.store = store if isinstance(store, Store) else Store(store)
         self.limit = None if limit is None else check_integer("limit", limit)
         self._fold = fold

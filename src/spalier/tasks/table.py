@@ -72,6 +72,7 @@ class Pointwise:
 
     groups: int
     inputs_first: bool
+    taps = 1
     whole = False
 
     def matrices(self, inputs: int, outputs: int, groups: int) -> Matrices:
@@ -124,13 +125,16 @@ class _Cutter:
 
     def __init__(self, masks: Sequence[Mask]) -> None:
         self.masks = masks
-        self._known: dict[tuple[int, ...], Ints | None] = {(): None}
+        self._known: dict[tuple[int, ...] | None, Ints | None] = {(): None}
 
     def cut(self, row: Row) -> Cut:
         """What is left of a row's tensors."""
         if row.uncut is not None:
             return row.uncut
-        indices = tuple([self._index(row, axis) for axis in range(len(row.shape))])
+        known = self._known
+        indices = tuple(
+            [known[m] if m in known else self._index(row, axis) for axis, m in enumerate(row.masks)]
+        )
         shape = tuple([n if i is None else len(i) for n, i in zip(row.shape, indices, strict=True)])
         matrices = () if isinstance(row.source, str) else _matrices(row, row.source, indices[0], shape)
         cut = Cut(indices, shape, shape == row.shape, matrices)
@@ -140,19 +144,16 @@ class _Cutter:
 
     def _index(self, row: Row, axis: int) -> Ints | None:
         """The indices of an axis that are left; None where all are."""
-        masks = row.masks[axis]
-        if masks is None:
-            return self._left(row.axes[axis], row.shape[axis])
-        if masks not in self._known:
-            self._known[masks] = self._left(row.axes[axis], row.shape[axis])
-        return self._known[masks]
-
-    def _left(self, placed: Sequence[Placement], size: int) -> Ints | None:
-        kept = placed[0].kept(self.masks)
-        for placement in placed[1:]:
+        first, *others = row.axes[axis]
+        kept = first.kept(self.masks)
+        for placement in others:
             kept = kept & placement.kept(self.masks)
         index = np.flatnonzero(kept)
-        return None if len(index) == size else index
+        found = None if len(index) == row.shape[axis] else index
+        masks = row.masks[axis]
+        if masks is not None:
+            self._known[masks] = found
+        return found
 
 
 def _matrices(row: Row, source: LowRank | Pointwise, first: Ints | None, shape: tuple[int, ...]) -> Matrices:

@@ -32,7 +32,7 @@ from spalier.tasks.format import (
     quoted,
     unpack,
 )
-from spalier.tasks.table import Cut, Mask, Matrices, Row, Table
+from spalier.tasks.table import Cut, Mask, Matrices, Row, Table, Writer
 from spalier.text import check_integer
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class Density:
 class TaskInfo:
     """What a task says of itself. Print it."""
 
+    # in the order in which files have them
     name: str
     adapter: dict[str, Any]
     """Its kind and its settings."""
@@ -367,6 +368,12 @@ class Task:
         """The matrices of all adapters: how many rows each has, and how long these are."""
         return tuple([shape for _, cut in self.cut_rows for shape in cut.matrices])
 
+    @cached_property
+    def spreads(self) -> list[tuple[Writer, Mask]]:
+        """The free writers, with which of their stream's units that are left they write."""
+        own = self.masks[len(self.table.streams) :]
+        return [(w, mask[self.masks[w.stream]]) for w, mask in zip(self.table.writers, own, strict=True)]
+
     @property
     def _is_quantised(self) -> bool:
         return self.adapters.dtype == torch.int8
@@ -377,7 +384,7 @@ class Task:
             return self.adapters
         return dequantise(self.adapters, self.scales, self.adapter_shapes)
 
-    def check(self) -> None:
+    def _check_numbers(self) -> None:
         """Refuse numbers that the table has no place for, or that are not finite."""
         own = [len(row.keys) * math.prod(cut.shape) for row, cut in self.cut_rows if row.source == "values"]
         sizes = {
@@ -409,7 +416,7 @@ def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
     scales = tensors.get("scales", torch.empty(0, device="cpu"))
     integers = _expanded(pairs, table.integers)
     task = Task(info, table, masks, tensors["adapters"], scales, tensors["values"], integers)
-    task.check()
+    task._check_numbers()
     return task
 
 
@@ -466,6 +473,15 @@ def matrices(flat: Tensor, shapes: Iterable[tuple[int, int]]) -> Iterator[Tensor
     for rows, length in shapes:
         yield flat[start : start + rows * length].view(rows, length)
         start += rows * length
+
+
+def own_tensors(task: Task, source: Literal["values", "integers"], flat: Tensor) -> Iterator[Tensor]:
+    """A task's own tensors of one source, in the order of the table, as views of all their numbers."""
+    shapes = [cut.shape for row, cut in task.cut_rows if row.source == source for _ in row.keys]
+    if not any(shapes):  # counts of batches: a view of each would cost more than all the rest
+        return iter(flat.unbind())
+    parts = flat.split([math.prod(shape) for shape in shapes])
+    return iter([p if len(s) == 1 else p.view(s) for p, s in zip(parts, shapes, strict=True)])
 
 
 def largest(tensor: Tensor) -> float:
