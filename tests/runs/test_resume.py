@@ -235,7 +235,8 @@ def test_other_settings_are_refused_with_the_difference(tmp_path, monkeypatch):
     assert caught.value.code == "changed"
     assert "other settings: rank was 8 and is 4, seed was 0 and is 1; resume" in str(caught.value)
     assert {path: path.read_bytes() for path in _files(folder)} == before
-    quick(checkpoint_seconds=7, num_workers=0).run(folder, progress=False)  # changes nothing that comes out
+    free = {"checkpoint_seconds": 7, "num_workers": 0, "channels_last": False}
+    quick(**free).run(folder, progress=False)
     assert TransferPruning.load(folder) == quick()
 
 

@@ -27,7 +27,7 @@ from spalier.adapters.attachment import (
     copies_of,
     is_marked,
 )
-from spalier.adapters.forward import adapted_reads, adapter_name, read_layers
+from spalier.adapters.forward import adapted_reads, adapter_name, is_strided_pointwise, read_layers
 from spalier.adapters.geometry import Geometry, described, geometries, is_finite, is_norm, is_uninitialised
 from spalier.adapters.kinds import Adapter, FineTune, Fit, Update
 from spalier.errors import (
@@ -269,6 +269,9 @@ def _attach_(
     )
     attachment.apply_()
     _reach_readers_(names, attachment)
+    for module in plan.learned:  # adapted layers are diverted already
+        if is_strided_pointwise(module) and "forward" not in module.__dict__:
+            attachment.divert_(module)
     return attachment.summary
 
 

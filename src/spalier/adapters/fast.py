@@ -11,6 +11,8 @@ Both keep for backward what the layer's neighbours keep anyway, the input, and n
 Factors are rank-major, ``down`` (r, in) and ``up`` (r, out), and thin activations too where they can be: products
 that run along the wide side are the fast ones.
 Every operation in ``backward`` is differentiable, so second derivatives work too.
+
+`pointwise` is for weights that learn in full, where the native gradient is not to be trusted.
 """
 
 from __future__ import annotations
@@ -35,8 +37,16 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tenso
 
     ``down`` of shape (r, in) updates the centre tap, (r, in, *kernel) the whole kernel.
     """
+    if window.kernel == (1,) * len(window.kernel):
+        down = down.flatten(1)  # the one tap is the whole kernel
     operands = _autocast(x, weight, bias, down, up)
     out: Tensor = _Conv.apply(*operands, *window)  # type: ignore[no-untyped-call]
+    return out
+
+
+def pointwise(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
+    """A 1x1 convolution in one group whose weight learns, without the native gradient of that weight."""
+    out: Tensor = _Pointwise.apply(*_autocast(x, weight, bias), *window)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -136,6 +146,31 @@ class _Conv(torch.autograd.Function):
             grad_down, grad_up = _grad_pointwise(grad.flatten(2), at.centre_tap(x).flatten(2), down, up)
         grad_bias = grad.sum([0, *range(2, grad.dim())]) if need_bias else None
         return grad_x, None, grad_bias, grad_down, grad_up, *(None for _ in ctx.window)
+
+
+class _Pointwise(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *window: Any) -> Tensor:
+        return Window(*window).convolve(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, _, *ctx.window = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        at = Window(*ctx.window)
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_x = at.backward(grad, x, weight, of="input") if need_x else None
+        grad_weight = None
+        if need_weight:
+            grad_weight = _correlate(grad.flatten(2), at.centre_tap(x).flatten(2)).view(weight.shape)
+        grad_bias = grad.sum([0, *range(2, grad.dim())]) if need_bias else None
+        return grad_x, grad_weight, grad_bias, *(None for _ in ctx.window)
 
 
 def _fused(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ and torch.export, and is undone by deleting one entry.
   run on a replica whose children hold fused weights. What a module reads shows in the source of its ``forward`` and of
   the methods that this calls. A weight that is fetched in another way (by index, by ``getattr``, by a function outside
   of the class) does not show there; comparing ``fuse(net)`` with ``net`` on a batch tells.
+- Strided 1x1 convolutions whose weight learns keep clear of a fault in PyTorch's CPU kernels (`is_strided_pointwise`).
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ OWN_FORWARD = "_spalier_forward"
 
 def _way_of(layer: nn.Module) -> Callable[..., Any]:
     if not isinstance(updates(layer).get("weight"), LowRank):
-        return run_any
+        strided = isinstance(layer, nn.Conv2d) and is_strided_pointwise(layer) and layer.groups == 1
+        return run_strided if strided and _is_plain(layer) else run_any  # type: ignore[arg-type]
     if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
         return run_linear
     if isinstance(layer, nn.Embedding) and type(layer).forward is nn.Embedding.forward:
@@ -199,11 +201,26 @@ def run_conv(layer: _ConvNd, input: Tensor) -> Tensor:
     if layer.weight.requires_grad:
         return run_any(layer, input)  # type: ignore[no-any-return]
     down, up = _factors(layer, inputs_first=False)
-    batched = input if input.dim() == layer.weight.dim() else input.unsqueeze(0)
-    batched, padding = padded(layer, batched)
-    window = Window(layer.kernel_size, layer.stride, padding, layer.dilation)
+    batched, window = _batched(layer, input)
     out = fast.conv(batched, layer.weight, layer.bias, down, up, window)
     return out if batched.dim() == input.dim() else out.squeeze(0)
+
+
+def run_strided(layer: nn.Conv2d, input: Tensor) -> Tensor:
+    """A strided 1x1 convolution of one group whose weight learns, itself or by any update."""
+    if not _overruns(layer):
+        return run_any(layer, input)  # type: ignore[no-any-return]
+    twin: Any = _replica(layer, ())
+    batched, window = _batched(layer, input)
+    out = fast.pointwise(batched, twin.weight, twin.bias, window)
+    return out if batched.dim() == input.dim() else out.squeeze(0)
+
+
+def _batched(layer: _ConvNd, input: Tensor) -> tuple[Tensor, Window]:
+    """The input with an axis for samples, padded as far as a window cannot say it, and the window."""
+    batched = input if input.dim() == layer.weight.dim() else input.unsqueeze(0)
+    batched, padding = padded(layer, batched)
+    return batched, Window(layer.kernel_size, layer.stride, padding, layer.dilation)
 
 
 def run_any(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -214,6 +231,11 @@ def run_any(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def run_reader(layer: nn.Module, reads: Reads, *args: Any, **kwargs: Any) -> Any:
     """A module that reads the weights of layers inside of it: its own forward on fused ones."""
     twin = _replica(layer, reads)
+    if _overruns(layer):  # its own forward: in the contiguous layout the native kernels are sound
+        twin.__dict__["weight"] = _contiguous(twin.weight)
+        twin._parameters.pop("weight", None)
+        args = tuple(map(_contiguous, args))
+        kwargs = {key: _contiguous(value) for key, value in kwargs.items()}
     before = dict(twin.__dict__)
     forward = layer.__dict__.get(OWN_FORWARD, type(layer).forward)
     out = forward(twin, *args, **kwargs)
@@ -225,6 +247,35 @@ def run_reader(layer: nn.Module, reads: Reads, *args: Any, **kwargs: Any) -> Any
 
 
 _ABSENT = object()
+
+
+# The weight gradient of a strided 1x1 convolution in channels-last layout writes past its memory on x86 CPUs when the
+# layer has fewer inputs than a vector register holds floats: 8 with AVX2, 16 with AVX-512. Crashes, hangs and wrong
+# gradients follow, often steps later. The fault is oneDNN's (uxlfoundation/oneDNN#6035; in PyTorch 2.13, oneDNN 3.12):
+# it copies the inputs that the stride leaves to a buffer of (positions, inputs) floats, but begins each piece at
+# position * 8 or 16. Pruning brings such layers about. tools/strided_convolutions.py shows which shapes fail.
+# Low-rank updates never ask for that gradient (`spalier.adapters.fast`).
+_VECTOR = 16
+
+
+def is_strided_pointwise(layer: nn.Module) -> bool:
+    """True for 1x1 convolutions with a stride: once pruned to few inputs, their native weight gradient is faulty."""
+    return (
+        isinstance(layer, nn.Conv2d | nn.ConvTranspose2d)
+        and max(layer.kernel_size) == 1
+        and max(layer.stride) > 1
+    )
+
+
+def _overruns(layer: Any) -> bool:
+    """Whether it has become so narrow. By shapes alone, as layouts and devices may change from call to call."""
+    # the second axis has the inputs; the outputs of a transposed convolution, which are the inputs of its gradient
+    return is_strided_pointwise(layer) and layer.weight.shape[1] < _VECTOR
+
+
+def _contiguous(value: Any) -> Any:
+    """A copy of a tensor; with one channel, contiguous() could leave the strides of channels-last."""
+    return value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
 
 
 def _factors(layer: nn.Module, *, inputs_first: bool) -> tuple[Tensor, Tensor]:

@@ -89,7 +89,6 @@ class Engine:
         self.best_values: dict[str, Tensor] = {}
         self.plan: Plan | None = None
         self.teacher: nn.Module | None = None
-        self.channels_last = machine.channels_last
 
     def run(self, progress: bool) -> list[dict[str, Any]]:
         """Begin, or go on from the last checkpoint, to the end; a row for each density."""
@@ -163,8 +162,7 @@ class Engine:
 
     def begin_block(self, optimizer: Optimizer | None = None) -> None:
         """Set up what a block trains with: the memory layout, the optimizer, the moving average."""
-        self.channels_last = self.machine.channels_last and step.is_safe(self.net, self.config.method)
-        step.set_memory_format_(self.net, self.channels_last)
+        step.set_memory_format_(self.net, self.machine.channels_last)
         self.optimizer = optimizer or step.make_optimizer(self.config, self.net)
         if self.config.ema_decay is not None:
             self.average = step.Average(self.net, self.config.ema_decay)
@@ -288,7 +286,7 @@ class Engine:
     def make_row(self) -> dict[str, Any]:
         """Write a task file of what was learned, and measure it."""
         plain = fuse(self.net).eval()
-        step.set_memory_format_(plain, self.channels_last)
+        step.set_memory_format_(plain, self.machine.channels_last)
         splits = {"validation": self.data.validation, "test": self.data.test}
         seen = {name: self.evaluate(plain, split) for name, split in splits.items() if split is not None}
         names = {"validation": "validation", "test": "accuracy"}  # as task files have them
@@ -477,7 +475,7 @@ class Engine:
     def to_device(self, images: Tensor) -> Tensor:
         """Images where the network is, in its memory layout."""
         images = images.to(self.machine.device, non_blocking=True)
-        return images if self.channels_last else images.contiguous()
+        return images if self.machine.channels_last else images.contiguous()
 
     def _seed(self, what: str) -> None:
         """Seed a phase: networks may draw numbers in eval mode too."""

@@ -54,8 +54,10 @@ RECIPES = {
     for column, recipe in enumerate(("paper", "fast"))
 }
 """``paper`` is section 4 of *Structured Pruning Adapters*, as its text has it. ``fast`` is for small data."""
-RESUMABLE = frozenset({"num_workers", "cache_folder", "data_folder", "checkpoint_seconds", "trackers"})
-"""Settings that do not change what comes out, so a run may be resumed with other values of them."""
+RESUMABLE = frozenset(
+    {"num_workers", "cache_folder", "data_folder", "channels_last", "checkpoint_seconds", "trackers"}
+)
+"""Settings that a run may be resumed with other values of: they change nothing, or only rounding (channels_last)."""
 SELECT_OPTIONS = ("normalise", "aggregate", "min_keep", "round_to", "protect", "rank")
 _SMALL_IMAGES = ("digits", "CIFAR10", "CIFAR100", "FashionMNIST", "KMNIST", "MNIST", "SVHN", "USPS")
 _TWO_STEMS = ("resnet18", "resnet34", "resnet50")

@@ -181,21 +181,6 @@ class Average:
 # memory
 
 
-def is_safe(net: nn.Module, method: str) -> bool:
-    """Whether a network may learn in channels-last layout.
-
-    In PyTorch's CPU build the weight gradient of a 1x1 convolution with a stride writes past its memory there when it
-    has 2 to 6 inputs (oneDNN; seen in 2.13), which pruning brings about. SPLoRA's backward pass does not use it.
-    """
-    return method == "splora" or not any(
-        isinstance(module, nn.Conv2d)
-        and module.kernel_size == (1, 1)
-        and max(module.stride) > 1
-        and module.in_channels < 8
-        for module in net.modules()
-    )
-
-
 @torch.no_grad()
 def set_memory_format_(net: nn.Module, channels_last: bool) -> None:
     """Give every parameter and buffer fresh memory of its own in one layout.
