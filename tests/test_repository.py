@@ -50,7 +50,7 @@ UPWARDS = {
     ("tasks/task.py", "spalier.tasks.store"): _METHODS,
     ("tasks/store.py", "spalier.tasks.hub"): _METHODS,
 }
-ADAPTER_LAYERS = [{"geometry"}, {"kinds", "fast"}, {"forward"}, {"attachment"}, {"attach"}]
+ADAPTER_LAYERS = [{"geometry"}, {"kinds"}, {"forward"}, {"attachment"}, {"attach"}]
 STRUCTURE_LAYERS = [
     {"labels"},
     {"graph"},

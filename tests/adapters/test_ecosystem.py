@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import spalier as sp
-from spalier.adapters import fast
+from spalier.adapters import forward as fast
 
 
 class Small(nn.Module):
