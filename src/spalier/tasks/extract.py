@@ -81,6 +81,8 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass
 class _Extractor:
+    """Looks at each tensor of an adapted network: is it the base's, cut, adapted, or the task's own?"""
+
     net: nn.Module
     attachment: Attachment
     structure: Structure | None
@@ -90,7 +92,9 @@ class _Extractor:
         structure = self.structure
         self.kept = Kept((), {}) if structure is None else kept_of(self.net, structure)
         self.bases = _base_tensors(self.attachment, self.owners)
-        self.writers = [w for w in structure.writers if w.name in self.kept.writers] if structure else []
+        writers = () if structure is None else structure.writers
+        self.writers = [w for w in writers if w.name in self.kept.writers]
+        """Free writers that have fewer units than their stream."""
         self.learned = {
             id(entry.copy) for entry in self.attachment.replaced if isinstance(entry.copy, nn.Parameter)
         }
