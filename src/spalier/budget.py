@@ -70,7 +70,7 @@ class Meter:
                 f"the multiply-accumulates of this network cannot be counted ({self._uncounted}); use another budget, "
                 "or trace it with an example that says how many samples it holds"
             )
-        return (self._terms(kept) + self._unknown) // self._samples
+        return (self._terms(kept) + self._unknown) // self._samples  # the costs are of the whole example
 
     def task_bytes(self, kept: Kept, ranks: Ranks) -> int:
         """What a task file holds in float32: learned parameters, statistics of norms, and a bit for each unit."""
@@ -234,6 +234,7 @@ class Latency:
             if steps in tried:
                 break
             small, base = tried[steps] = self._measured(plan_at(steps), total)
+            # how much longer the network takes than the table says
             correction = (small / base) / max(self._looked_up(kept_at(steps)) / total, 1e-9)
             if 0.95 * share <= small / base <= share:
                 break

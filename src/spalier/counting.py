@@ -118,7 +118,7 @@ def _by_module(
         parameters = [t for t in own if isinstance(t, nn.Parameter)]
         learned = [p for u in updates(module).values() for p in _uncounted(counted, list(u.parameters()))]
         learned = [p for p in (*learned, *parameters) if p.requires_grad]
-        if own or learned or macs.get(module) or normed.get(module):
+        if own or learned or macs.get(module) or normed.get(module):  # containers are not listed
             ran = None if samples is None else _per_sample(macs.get(module, 0), samples)
             paper = None if ran is None else ran + 2 * _per_sample(normed.get(module, 0), samples or 1)
             rows.append(
@@ -160,7 +160,7 @@ def _computed(
         def leave(module: nn.Module, _: Any, output: Any) -> None:
             before, inner = calls.pop()
             spent = counter.get_total_flops() - before
-            macs[module] = macs.get(module, 0) + (spent - inner) // 2
+            macs[module] = macs.get(module, 0) + (spent - inner) // 2  # two operations for each
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 normed[module] = normed.get(module, 0) + output.numel()
             start, others = calls.pop()

@@ -215,6 +215,7 @@ def load_weights_(
             "the network is on the meta device, where nothing can be loaded; net.to_empty(device=...) first"
         )
     heads = tuple(f"{name}." for name in ([head] if isinstance(head, str) else head or ()))
+    # counters that old files lack, and that nothing here uses
     ignorable = {key for key in own if key.endswith("num_batches_tracked")}
     missing = sorted(own.keys() - source.keys() - ignorable)
     unexpected = sorted(source.keys() - own.keys())
@@ -226,9 +227,8 @@ def load_weights_(
     pooled, skipped, fitting = [], [], {}
     for key, tensor in source.items():
         wanted = own[key].shape
-        if (
-            tensor.shape == wanted or tensor.numel() == wanted.numel() == 1
-        ):  # some files hold (1,) for a scalar
+        # some files hold (1,) for a scalar
+        if tensor.shape == wanted or tensor.numel() == wanted.numel() == 1:
             fitting[key] = tensor.reshape(wanted)
         elif _is_larger_stem(tensor, own[key]):
             fitting[key] = F.adaptive_avg_pool2d(tensor.float(), wanted[2:])
@@ -240,7 +240,7 @@ def load_weights_(
                 f"{key} has shape {tuple(tensor.shape)}, expected {tuple(wanted)}; "
                 "build the network with the same widths as the weights"
             )
-    with torch.no_grad():
+    with torch.no_grad():  # only now, when all of them fit
         for key, tensor in fitting.items():
             own[key].copy_(tensor)
     return Loaded(tuple(pooled), tuple(skipped))

@@ -186,8 +186,9 @@ def group(name: str, scores: Floats, *, min_keep: int = 1, multiple: int = 1) ->
     Group(name='layer', size=5, order=array([3, 1, 2, 0]), scores=array([1., 1., 2., 3.]), ends=array([1, 2]))
     """
     alive = np.flatnonzero(~np.isnan(scores))
-    order = alive[np.lexsort((-alive, scores[alive]))]
+    order = alive[np.lexsort((-alive, scores[alive]))]  # by score, then from the last
     least = math.ceil(max(min(min_keep, len(order)), 1) / multiple) * multiple
+    # the widths that steps lead to, from the largest below the present one
     widths = np.arange((len(order) - 1) // multiple * multiple, least - 1, -multiple)
     return Group(name, len(scores), order, scores[order], len(order) - widths)
 
@@ -202,6 +203,7 @@ class Order:
             for number, each in enumerate(groups)
             for step, key in enumerate(_keys(each, ranking))
         ]
+        # of equal keys the first layer's goes first, so that plans repeat
         self._row = np.array([number for _, number, _ in sorted(row)], np.int64)
 
     def __len__(self) -> int:
@@ -232,6 +234,7 @@ def importances(net: nn.Module) -> dict[str, Floats]:
         update = entry.update
         if isinstance(update, LowRank) and update not in seen:
             seen.add(update)
+            # as a share, so that components of large and small layers can be compared
             size = float(update(entry.layer.get_parameter(entry.weight)).detach().double().norm())
             found[entry.path] = (update.importance() / max(size, 1e-30)).cpu().numpy()
     return found
@@ -329,7 +332,7 @@ class _Search:
         self, order: Order, size: Callable[[Masks], int], share: float, kind: str, total: int
     ) -> Masks:
         """What the shortest prefix leaves whose size is within its share of the total."""
-        limit = math.floor(share * total + 1e-9)
+        limit = math.floor(share * total + 1e-9)  # 0.7 of 10 is 7, whatever 0.7 * 10 is
         steps = first_step(len(order), lambda n: size(order.masks(n)) <= limit)
         if steps is None:
             least = size(order.masks(len(order)))
@@ -347,6 +350,7 @@ class _Search:
         longest = max(len(units), len(ranks))
 
         def at(step: int) -> tuple[Masks, Masks]:
+            # of the shorter order a step takes less than one
             taken = [len(order) * step // max(longest, 1) for order in (units, ranks)]
             return units.masks(taken[0]), {**(fixed or {}), **ranks.masks(taken[1])}
 

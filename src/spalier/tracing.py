@@ -54,9 +54,10 @@ def _refused(twin: _Twin, structure: Structure, left: list[int]) -> dict[int, st
     refused: dict[int, str] = {}
     alone: dict[int, Failure | None] = {}
     while (failure := twin.fails(left)) is not None:
-        if not refused and twin.fails(()) is not None:  # it needs values to run; `prune_` will compare them
+        if not refused and twin.fails(()) is not None:  # it needs values to run: nothing can be said here
             return {}
         place, reason = failure
+        # trying each stream alone takes a run for each, so only those that touch the failing module are tried
         suspects = _suspects(structure, left, place)
         for number in suspects:
             if number not in alone:
@@ -84,6 +85,7 @@ def _suspects(structure: Structure, left: Sequence[int], place: str) -> Sequence
 def _too_many(twin: _Twin, structure: Structure, suspects: Sequence[int]) -> Sequence[int]:
     """Of streams that fail together though none fails alone, those that are left over once the largest are taken."""
     taken: list[int] = []
+    # two streams may need to shrink in step, a view of their product say: the larger is worth more
     for number in sorted(suspects, key=lambda n: -structure.streams[n].size):
         if twin.fails([*taken, number]) is None:
             taken.append(number)
@@ -109,6 +111,7 @@ class _Twin:
         self._uncut: _Shapes | None = None
         nodes = list(self.captured.program.graph.nodes)
         calls = [node for node in nodes if node.op == "call_function"]
+        # numbers of the graph's arithmetic: one that is new with fewer channels was computed from their number
         self.numbers = {(operation(node), number) for node in calls for number in _numbers(node.args)}
         made = (node.meta["val"] for node in nodes[-1].args[0] if isinstance(node, Node))
         self.outputs = [tuple(value.shape) for value in made if isinstance(value, Tensor)]
@@ -117,7 +120,7 @@ class _Twin:
         """Take a unit out of each of these; where the twin fails, and how, or None."""
         masks = [mask.copy() for mask in self.whole.streams]
         for number in streams:
-            masks[number][-1] = False
+            masks[number][-1] = False  # any unit will do: only sizes matter
         left = Kept(tuple(masks), {})
         changes = Changes()
         try:
@@ -205,7 +208,7 @@ def _copied(net: nn.Module, mode: FakeTensorMode) -> nn.Module:
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
             )
         memo[id(tensor)] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
-    if MARK in net.__dict__:
+    if MARK in net.__dict__:  # it holds the whole base
         memo[id(net.__dict__[MARK])] = "not copied"
     with as_base(net):
         twin = copy.deepcopy(net, memo)
@@ -213,7 +216,7 @@ def _copied(net: nn.Module, mode: FakeTensorMode) -> nn.Module:
         module.__dict__.pop(MARK, None)
         module._forward_hooks.clear()  # the user's are for the network itself
         module._forward_pre_hooks.clear()
-        for key, value in module.__dict__.items():
+        for key, value in module.__dict__.items():  # tensors that are neither parameters nor buffers
             if isinstance(value, Tensor):
                 module.__dict__[key] = mode.from_tensor(value)
     return twin

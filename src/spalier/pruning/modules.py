@@ -97,6 +97,7 @@ def resizes(*kinds: type[nn.Module]) -> Callable[[Entry], Entry]:
 def resized(module: nn.Module, resize: Resize) -> dict[str, Any]:
     """The attributes that a module needs after a cut."""
     found = (_entry_of(module) or by_name)(module, resize)
+    # only what changes is logged, so that as little as possible has to be taken back
     return {key: value for key, value in found.items() if getattr(module, key, None) != value}
 
 
@@ -201,9 +202,10 @@ def _attention(module: Any, resize: Resize) -> dict[str, Any]:
 def attention_with(module: Any, heads: int) -> dict[str, Any]:
     """The attributes of attention that has this many heads left."""
     width = module.out_proj.weight.shape[1]
+    # with adapters on it the layer is diverted already, to a run that asks for OWN_FORWARD
     forward = {} if is_diverted(module) else {"forward": partial(run_attention, module)}
     return {
-        "scale": base_scale(module),
+        "scale": base_scale(module),  # heads that are narrower now are scaled as before
         "num_heads": heads,
         "head_dim": width // heads,
         "embed_dim": module.out_proj.weight.shape[0],
@@ -223,6 +225,7 @@ def _encoder(module: Any, resize: Resize) -> dict[str, Any]:
     return {"use_nested_tensor": False}
 
 
+# names of sizes in torchvision, timm and transformers; a false match is found by the dry run, or by the comparison
 _HEADS = re.compile(r"heads?$|_heads?_|^nhead")
 _WIDTHS = re.compile(r"dim|chan|chs|feature|width|hidden|plane|d_model|embed|head_size|split_size|proj")
 _OTHERS = re.compile(r"patch|image|img|window|kernel|class|vocab|seq|pos|max|min|axis|num_dim|ndim|^dim_?$")
@@ -293,7 +296,7 @@ def _projected(module: Any, query: Tensor, key: Tensor, value: Tensor) -> list[T
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
     made = [F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
-    for index, extra in ((1, module.bias_k), (2, module.bias_v)):
+    for index, extra in ((1, module.bias_k), (2, module.bias_v)):  # one more key, and its value
         if extra is not None:
             made[index] = torch.cat([made[index], extra.transpose(0, 1).expand(len(key), -1, -1)], 1)
     heads = [x.unflatten(2, (module.num_heads, -1)).transpose(1, 2) for x in made]
@@ -315,7 +318,7 @@ def _additive_mask(
         if mask is padding:
             extra = extra.view(batch, 1, 1, -1)
         elif extra.dim() == 3:
-            extra = extra.view(batch, -1, *extra.shape[1:])
+            extra = extra.view(batch, -1, *extra.shape[1:])  # (batch, heads, queries, keys)
             if extra.shape[1] != module.num_heads:
                 raise RuntimeError(
                     f"attn_mask is for {extra.shape[1]} heads, and {module.num_heads} are left; pass masks for these, "
@@ -330,7 +333,7 @@ def _attend(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
     dropout = module.dropout if module.training else 0.0
-    if not need_weights:
+    if not need_weights:  # one fused kernel, which never forms the weights
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=module.scale), None
     scores = q * module.scale @ k.transpose(-2, -1)  # (batch, heads, queries, keys)
     weights = (scores if mask is None else scores + mask).softmax(-1)
@@ -366,7 +369,7 @@ class Spread(Added):
 
     def forward(self, x: Tensor) -> Tensor:
         """The writer's channels at their places in the stream."""
-        axis = self.axis % x.dim()
+        axis = self.axis % x.dim()  # counted from the end: inputs may have more axes than the example
         padded = F.pad(x, [0, 0] * (x.dim() - 1 - axis) + [0, 1])
         return padded.index_select(axis, self.index)
 
@@ -393,7 +396,7 @@ def set_spread_(changes: Changes, module: nn.Module, own: Mask | None, axis: int
         return
     device = next((t.device for t in (*module.parameters(), *module.buffers())), None)
     made = Spread(own, axis).to(device)
-    if hook is not None:
+    if hook is not None:  # the gather is there: it only gets other places
         changes.set_(module.get_submodule(NAME), "_buffers", "index", made.index)
     else:
         changes.set_(module, "_modules", NAME, made)
@@ -409,6 +412,7 @@ def fold_into_(layer: Any, norm: Any, axis: int) -> None:
 
     The norm passes on what it gets from then on.
     """
+    # w (W x + b - mean) / sqrt(var + eps) + c  =  (s W) x + (s (b - mean) + c),  s = w / sqrt(var + eps)
     scale = torch.rsqrt(norm.running_var + norm.eps)
     if norm.weight is not None:
         scale = scale * norm.weight

@@ -110,6 +110,7 @@ class Plan:
             raise PlanError(f"writers is {writers!r}, expected 'coupled' or 'free'")
         chosen = {name: _units(name, units, _size(structure, name, writers)) for name, units in keep.items()}
         components = {name: _units(name, kept, None) for name, kept in (ranks or {}).items()}
+        # frozen, and its own constructor takes units of any kind of iterable
         object.__setattr__(self, "structure", structure)
         object.__setattr__(self, "keep", chosen)
         object.__setattr__(self, "writers", writers)
@@ -149,7 +150,7 @@ def _size(structure: Structure, name: str, writers: Writers) -> int:
 
 def _units(name: str, units: Iterable[int], size: int | None) -> tuple[int, ...]:
     """Sorted numbers below ``size``, each once; how many components an adapter has, only the network knows."""
-    given = units.tolist() if isinstance(units, Tensor | np.ndarray) else list(units)
+    given = units.tolist() if isinstance(units, Tensor | np.ndarray) else list(units)  # a generator, once
     if not all(isinstance(unit, int | np.integer) and not isinstance(unit, bool) for unit in given):
         below = "" if size is None else f" below {size}"
         raise PlanError(f"the units of {name!r} are {given!r}, expected whole numbers{below}")
@@ -196,6 +197,7 @@ class Kept:
     def _indices(self, structure: Structure, tensor: str, axis: int) -> Mask:
         size = structure.shapes[tensor][axis]
         left = kept_indices(structure.axes.get((tensor, axis), ()), size, self.streams)
+        # index i of a free writer's axis is unit i of its stream
         for writer in structure.writers:
             if writer.name in self.writers and (tensor, axis) in writer.members:
                 left &= self.writers[writer.name]
@@ -283,6 +285,7 @@ def narrowed(structure: Structure, kept: Kept, chosen: Mapping[str, Mask], write
         chosen[stream.name] if stream.name in chosen and stream.name not in is_named else mask
         for stream, mask in zip(structure.streams, kept.streams, strict=True)
     ]
+    # a stream that becomes narrower takes its free writers with it
     own = {name: mask & streams[free[name]] for name, mask in kept.writers.items()}
     for number in {free[name] for name in is_named}:
         several = [name for name, stream in free.items() if stream == number]
@@ -291,6 +294,7 @@ def narrowed(structure: Structure, kept: Kept, chosen: Mapping[str, Mask], write
         # a stream keeps what any of its writers writes; one that is not free keeps it as wide as it is
         if len(several) == len(structure.streams[number].writers):
             streams[number] = np.logical_or.reduce([own[name] for name in several]) & streams[number]
+    # a writer that has all of its stream is an ordinary one again, without a gather
     fewer = {name: mask for name, mask in own.items() if not np.array_equal(mask, streams[free[name]])}
     return Kept(tuple(streams), fewer)
 
@@ -323,6 +327,7 @@ def cuts_of(structure: Structure, before: Kept, left: Kept) -> dict[str, Indices
     """For each tensor that loses something, the indices that stay, counted in the tensor as it was before."""
     found: dict[str, Indices] = {}
     for name in dict.fromkeys(tensor for tensor, _ in structure.axes):
+        # masks are counted in the base, indices in the tensor as it is: what was gone before is skipped
         masks = zip(before.of(structure, name), left.of(structure, name), strict=True)
         indices = tuple(None if stays[was].all() else np.flatnonzero(stays[was]) for was, stays in masks)
         if any(index is not None for index in indices):

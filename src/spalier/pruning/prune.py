@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 
 from spalier.adapters.attach import fuse
 from spalier.adapters.attachment import Attachment, Changes, Owner, attachment_of, is_marked, owners_of
-from spalier.adapters.forward import updates
 from spalier.adapters.geometry import Geometry
 from spalier.adapters.kinds import LowRank, Update
 from spalier.errors import PlanError, PruneError
@@ -42,7 +41,7 @@ def cut(tensor: Tensor, indices: Indices) -> Tensor:
     for axis, index in enumerate(indices):
         if index is not None:
             out = out.index_select(axis, torch.from_numpy(index).to(out.device))
-    layout = torch.channels_last
+    layout = torch.channels_last  # which index_select does not keep
     if tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=layout):
         out = out.contiguous(memory_format=layout)
     return out
@@ -131,15 +130,11 @@ def components_of(attachment: Attachment | None, ranks: Mapping[str, tuple[int, 
 # optimizers
 
 
-def optimizers_of(net: nn.Module, given: object) -> list[Optimizer]:
+def optimizers_of(net: nn.Module, given: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
     """The optimizers that were passed; each must train something of the network."""
-    several: list[Any] = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+    several = [] if given is None else [given] if isinstance(given, Optimizer) else list(given)
     own = set(net.parameters())
     for optimizer in several:
-        if not isinstance(optimizer, Optimizer):
-            raise PruneError(
-                f"optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer or a list of them"
-            )
         if own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
             raise PruneError(
                 f"the {type(optimizer).__name__} trains no parameter of this network; pass the one that does"
@@ -169,10 +164,11 @@ def cut_optimizers_(optimizers: Iterable[Optimizer], sliced: Mapping[Tensor, tup
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [sliced[p][0] if p in sliced else p for p in group["params"]]
-        for parameter in [p for p in optimizer.state if p in sliced]:
+        for parameter in [p for p in optimizer.state if p in sliced]:  # a list: the state changes below
             new, indices = sliced[parameter]
             state = optimizer.state.pop(parameter)
             optimizer.state[new] = {
+                # step counters have no axes
                 key: cut(value, indices) if isinstance(value, Tensor) and value.dim() else value
                 for key, value in state.items()
             }
@@ -215,7 +211,7 @@ def prune_(
       (2): Linear(in_features=3, out_features=2, bias=True)
     )
     """
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # tensors that are made under it could never learn
         return _prune_(net, plan, optimizer, check, recover)
 
 
@@ -228,6 +224,7 @@ def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool, recover: An
     components = components_of(attachment, plan.ranks)
     optimizers = optimizers_of(net, optimizer)
     check_optimizers(optimizers, [*_parameters(reduction), *(p for u in components for p in u.parameters())])
+    # up to here nothing is changed; whatever was asked wrongly is refused by now
     has_values = not any(tensor.is_meta for tensor in net.parameters())
     changes = Changes()
     cutter = Cutter(attachment, changes)
@@ -241,18 +238,16 @@ def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool, recover: An
         if wanted is not None:
             verify(reduction, wanted, changes)
         if calibration is not None and teacher is not None:
-            centred = {site.writer for site in structure.sites if site.norm}
-            outputs = _kept_outputs(reduction)
-            recovered = recover_(net, teacher, attachment, *calibration, outputs, centred, changes)
+            recovered = recover_(reduction, teacher, attachment, *calibration, changes)
     except BaseException:  # an interrupt too
         changes.undo_()
         raise
-    cut_optimizers_(optimizers, cutter.sliced)
+    cut_optimizers_(optimizers, cutter.sliced)  # last: it is the one thing that no log takes back
     for parameter in () if recovered is None else recovered.parameters:
         for each in optimizers:
             each.state.pop(parameter, None)  # its momentum was that of other factors
     if attachment is not None:
-        attachment.pruned.keep_(changes)
+        attachment.pruned.keep_(changes)  # for detach_
         attachment.structure = attachment.structure or structure
         attachment.task = None  # it has other masks now
     return recovered
@@ -260,22 +255,9 @@ def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool, recover: An
 
 def _parameters(reduction: Reduction) -> list[Tensor]:
     """What is cut: tensors, and the parameters of their updates."""
-    found: list[Tensor] = []
-    for owner in (owner for name in reduction.cuts for owner in reduction.owners[name]):
-        found.append(owner.tensor)
-        found += [p for update in updates(owner.module).values() for p in update.parameters()]
-    return found
-
-
-def _kept_outputs(reduction: Reduction) -> dict[str, Any]:
-    """For each layer that has lost outputs, those that stayed."""
-    paths = {module: path for path, module in reduction.net.named_modules()}
-    return {
-        paths[owner.module]: indices[0]
-        for name, indices in reduction.cuts.items()
-        for owner in reduction.owners[name]
-        if owner.key == "weight" and indices[0] is not None
-    }
+    owners = [owner for name in reduction.cuts for owner in reduction.owners[name]]
+    updates = [owner.update for owner in owners if owner.update is not None]
+    return [*(owner.tensor for owner in owners), *(p for update in updates for p in update.parameters())]
 
 
 def apply_(reduction: Reduction, cutter: Cutter) -> None:
@@ -311,7 +293,7 @@ def _resize_(reduction: Reduction, changes: Changes) -> dict[str, dict[str, Any]
         if module in touched or _is_around_attention(module, touched):
             resize = Resize(kept.get(module, {}), tuple(extents.get(module, ())), base.get(path, {}))
             for key, value in resized(module, resize).items():
-                if isinstance(value, int | tuple) and key in module.__dict__:
+                if isinstance(value, int | tuple) and key in module.__dict__:  # sizes, no forwards
                     base.setdefault(path, {}).setdefault(key, module.__dict__[key])
                 changes.set_(module, "", key, value)
     return base

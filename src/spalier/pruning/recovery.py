@@ -28,12 +28,11 @@ from spalier.adapters.attachment import Attachment, Changes
 from spalier.adapters.kinds import LowRank, Pointwise, Update
 from spalier.distributed import broadcast_
 from spalier.errors import RecoveryError
+from spalier.pruning.plan import Reduction
 from spalier.pruning.regression import Moments, features, set_best_
 from spalier.structure.graph import in_eval_mode
+from spalier.structure.labels import Ints
 from spalier.text import first_line, table
-
-KeptOutputs = Mapping[str, Any]
-"""For each layer that has lost outputs, those that stayed."""
 
 
 @dataclass(frozen=True)
@@ -160,36 +159,50 @@ def _joined(each: Sequence[Any], sizes: list[int]) -> Any:
 
 @torch.no_grad()
 def recover_(
-    net: nn.Module,
+    reduction: Reduction,
     teacher: nn.Module,
     attachment: Attachment | None,
     recovery: Recovery,
     inputs: Any,
-    outputs: KeptOutputs,
-    centred: set[str],
     changes: Changes,
 ) -> Recovered:
-    """Recover a network that was just cut.
-
-    ``teacher`` is what it was before, ``outputs`` what stayed of its layers, and ``centred`` the layers that are
-    followed by a batch norm, which takes their means away.
-    """
+    """Recover a network that was just cut; ``teacher`` is what it was before."""
+    net = reduction.net
     device = next((p.device for p in net.parameters()), torch.device("cpu"))
     args, kwargs = tree_map_only(Tensor, lambda t: t.to(device), inputs)
     samples = _samples([*args, *kwargs.values()])
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # some of it is optional, and all of it is undone in reverse order
         stack.enter_context(in_eval_mode(net))
         stack.enter_context(in_eval_mode(teacher))
         norms = _recalibrating(net, changes) if recovery.norms else []
-        solver = _Solver(net, attachment, recovery, outputs, centred if recovery.norms else set(), changes)
+        # a norm that takes new statistics takes the mean of its layer away
+        centred = {site.writer for site in reduction.structure.sites if site.norm and recovery.norms}
+        solver = _Solver(net, attachment, recovery, _kept_outputs(reduction), centred, changes)
         if (recovery.adapters or recovery.head) and attachment is not None:
             solver.choose(args, kwargs)
             stack.enter_context(solver.in_step_with(teacher, args, kwargs))
         stack.enter_context(_taking_statistics(norms))
         _run(net, args, kwargs)
-    _check_finite(net)
-    broadcast_([*solver.parameters, *_buffers(norms)])
+    made = [*solver.parameters, *_buffers(norms)]
+    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
+        if any(tensor is each for each in made) and not torch.isfinite(tensor).all():
+            raise RecoveryError(
+                f"recovery gives {name} NaN or infinite values; look at the calibration batches, or raise ridge"
+            )
+    # ranks have seen other samples; the first one's solution counts
+    broadcast_(made)
     return Recovered(samples, len(norms), solver.layers, solver.skipped, tuple(solver.parameters))
+
+
+def _kept_outputs(reduction: Reduction) -> dict[str, Ints]:
+    """For each layer that has lost outputs, those that stayed."""
+    paths = {module: path for path, module in reduction.net.named_modules()}
+    return {
+        paths[owner.module]: indices[0]
+        for name, indices in reduction.cuts.items()
+        for owner in reduction.owners[name]
+        if owner.key == "weight" and indices[0] is not None
+    }
 
 
 @dataclass(frozen=True)
@@ -219,7 +232,7 @@ class _Solver:
     net: nn.Module
     attachment: Attachment | None
     recovery: Recovery
-    outputs: KeptOutputs
+    outputs: Mapping[str, Ints]
     centred: set[str]
     changes: Changes
     chosen: dict[str, _Target] = field(default_factory=dict)
@@ -234,6 +247,7 @@ class _Solver:
     def choose(self, args: Any, kwargs: Any) -> None:
         """The layers that can be solved: plain ones, called once."""
         total = _samples([*args, *kwargs.values()])
+        # two samples show how often each layer runs, and whether the network runs at all
         few = tree_map_only(Tensor, lambda t: t[:2] if t.dim() and len(t) == total else t, (args, kwargs))
         calls = _calls(self.net, *few)
         learning = self._learning()
@@ -276,10 +290,11 @@ class _Solver:
 
     def _set_(self, name: str, target: _Target, x: Tensor, wanted: Tensor) -> None:
         layer, update = target.layer, target.update
-        axis = -1 if isinstance(layer, nn.Linear) else 1 - layer.weight.dim()
+        axis = -1 if isinstance(layer, nn.Linear) else 1 - layer.weight.dim()  # of the output's channels
         kept = self.outputs.get(name)
         if kept is not None:
             wanted = _channels(wanted, axis, torch.from_numpy(kept).to(wanted.device))
+        # whether every tap of a kernel is fitted, or the centre tap alone
         whole = update is None or (isinstance(update, LowRank) and update.down.dim() > 2)
         shifts = update is None and layer.bias is not None and name not in self.centred
         moments = Moments(centred=shifts or name in self.centred)
@@ -295,13 +310,14 @@ class _Solver:
 
 def _channels(values: Tensor, axis: int, index: Tensor) -> Tensor:
     """Some channels, in the layout that the others were in."""
-    if values.stride(axis) == 1:
+    if values.stride(axis) == 1:  # channels last: index_select would copy it to channels first
         return values.movedim(axis, -1).index_select(-1, index).movedim(-1, axis)
     return values.index_select(axis, index)
 
 
 def _power(values: Tensor, axis: int, *, centred: bool) -> float:
     """The mean square of all channels together, without their means if these do not matter."""
+    # (samples, channels, positions)
     rows = values.movedim(axis, 1).reshape(len(values), values.shape[axis], -1)
     count = len(rows) * rows.shape[2]
     total = rows.square().sum(2).double().sum(0) / count
@@ -426,7 +442,7 @@ _BatchNorm = nn.modules.batchnorm._BatchNorm
 def _recalibrating(net: nn.Module, changes: Changes) -> list[_BatchNorm]:
     """The batch norms that keep statistics, on buffers whose old values can be put back."""
     norms = [m for m in net.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
-    for buffer in _buffers(norms):
+    for buffer in _buffers(norms):  # norms write into the clone; the log keeps the old values
         changes.set_values_(buffer, buffer.detach().clone())
     return norms
 
@@ -440,7 +456,7 @@ def _taking_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
     """Let norms take the statistics of the next batch, and no others."""
     before = [(norm.training, norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
-        norm.training, norm.momentum = True, 1.0
+        norm.training, norm.momentum = True, 1.0  # the running statistics become those of this one batch
         if norm.num_batches_tracked is not None:
             norm.num_batches_tracked = norm.num_batches_tracked.clone()
     try:
@@ -448,11 +464,3 @@ def _taking_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
     finally:
         for norm, (training, momentum, tracked) in zip(norms, before, strict=True):
             norm.training, norm.momentum, norm.num_batches_tracked = training, momentum, tracked
-
-
-def _check_finite(net: nn.Module) -> None:
-    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise RecoveryError(
-                f"recovery gives {name} NaN or infinite values; look at the calibration batches, or raise ridge"
-            )

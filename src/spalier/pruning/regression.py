@@ -66,6 +66,7 @@ def features(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """What an update multiplies and what it should make of it, laid out, some samples at a time."""
     if isinstance(layer, nn.Linear):
+        # all positions of all samples as one sample: (1, features, positions)
         yield _wide(x.reshape(1, -1, x.shape[-1]).mT), _wide(missing.reshape(1, -1, missing.shape[-1]).mT)
         return
     if x.dim() < layer.weight.dim():
@@ -82,6 +83,7 @@ def features(
 
 
 def _wide(x: Tensor) -> Tensor:
+    """Half precision as single: sums of products overflow in it, or lose their digits."""
     return x.float() if x.dtype.itemsize < 4 else x
 
 
@@ -110,9 +112,10 @@ def set_best_(
     if not (torch.isfinite(gram).all() and torch.isfinite(cross).all()):
         raise RecoveryError("a layer sees NaN or infinite values in the calibration batches; look at these")
     before = _matrix(layer, update).double()
+    # argmin |x D - missing|^2 + level |D - before|^2: the ridge pulls to the adapter as it was, not to zero
     level = ridge * float(gram.diagonal().mean()) + 1e-12
     metric = gram + level * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    after = torch.linalg.solve(metric, cross + level * before)
+    after = torch.linalg.solve(metric, cross + level * before)  # (features, outputs)
     if isinstance(update, LowRank):
         down, up = reduced(after, metric, update.rank)
         after = down @ up
@@ -123,6 +126,7 @@ def set_best_(
         changes.set_values_(weight, after.T.reshape(weight.shape).to(weight))
     if shifts:
         changes.set_values_(layer.bias, moments.shift(after).to(layer.bias))
+    # E |missing - x D|^2, expanded, so that the samples are not needed again
     errors = (float(power - 2 * (d * cross).sum() + (d * (gram @ d)).sum()) for d in (before, after))
     was, now = (max(error, 0.0) / max(moments.power, 1e-30) for error in errors)
     return was, now
@@ -133,14 +137,17 @@ def reduced(best: Tensor, metric: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
     It is ``best`` projected on the directions of the output in which it does most, so the smaller side is decomposed.
     """
-    rows, columns = best.shape
+    rows, columns = best.shape  # (features, outputs)
     if columns <= rows:
+        # the outputs' directions of largest power under the metric: (outputs, rank)
         directions = torch.linalg.eigh(best.T @ metric @ best)[1][:, -rank:]
     else:
+        # the same from the other side, where that matrix is smaller
         root = torch.linalg.cholesky(metric)
         left = torch.linalg.eigh(root.T @ best @ best.T @ root)[1][:, -rank:]
         directions = torch.linalg.qr(best.T @ root @ left)[0]
     down, up = best @ directions, directions.T
+    # factors of equal sizes learn equally fast
     sizes = (down.norm(dim=0) / up.norm(dim=1)).clamp(min=1e-12).sqrt()
     down, up = down / sizes, up * sizes[:, None]
     missing = rank - down.shape[1]  # more components than the matrix has directions

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from spalier.adapters.attach import detach_
 from spalier.adapters.attachment import Changes, is_marked
+from spalier.adapters.geometry import Added
 from spalier.errors import PruneError
 from spalier.pruning.plan import MARK, Reduction
 from spalier.structure.graph import (
@@ -117,8 +118,7 @@ def tolerance(captured: Captured) -> float:
 def is_close(found: Sequence[Any], wanted: Sequence[Any], tolerance: float) -> bool:
     """True where two networks have returned the same, to rounding."""
     ours, theirs = ([x for x in each if isinstance(x, Tensor)] for each in (found, wanted))
-    pairs = zip(ours, theirs, strict=False)
-    return len(ours) == len(theirs) and all(_is_close(a, b, tolerance) for a, b in pairs)
+    return len(ours) == len(theirs) and all(map(partial(_is_close, tolerance=tolerance), ours, theirs))
 
 
 def _is_close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
@@ -142,6 +142,7 @@ def _first_difference(reduction: Reduction, changes: Changes, failure: Exception
         place = running[-1] if running else ""
         return f"{place or 'the network itself'} ({kinds[place]}) fails with {first_line(failure)!r}"
     changes.undo_()  # the masked network runs on the values from before
+    # the last operation of a module is what it returns
     last = {module_of(n): n for n in captured.program.graph.nodes if n.op == "call_function"}
     ends = {node: place for place, node in last.items() if place in outputs}
     masked = _MaskedRun(reduction, captured, watched=set(ends))
@@ -159,7 +160,9 @@ def _leaf_outputs(net: nn.Module, example: Any) -> tuple[dict[str, Tensor], list
     running: list[str] = []
 
     def keep(path: str, module: nn.Module, args: Any, output: Any) -> None:
-        has_parts = any(m is not module and list(m.parameters()) for m in module.modules())
+        # activations, adapters and gathers inside of a layer do not make it less of one
+        parts = [m for m in module.modules() if m is not module and not isinstance(m, Added)]
+        has_parts = any(True for part in parts for _ in part.parameters())
         if isinstance(output, Tensor) and not has_parts:
             outputs.setdefault(path, output.detach().clone())
 
@@ -260,7 +263,7 @@ class _MaskedRun:
                 values[node] = self._call(node, values)
                 if node in self.watched:
                     self.seen[node] = values[node].clone()  # later operations may write into it
-                for used in node.all_input_nodes:
+                for used in node.all_input_nodes:  # what nobody needs any more is dropped
                     remaining[used] -= 1
                     if remaining[used] == 0:
                         values.pop(used, None)
@@ -297,7 +300,7 @@ class _MaskedRun:
         first = structure.names[name]
         value = self.reduction.value(first)
         was, left = (kept.of(structure, first) for kept in (self.reduction.before, self.reduction.left))
-        if all(mask.all() for mask in left):
+        if all(mask.all() for mask in left):  # most tensors of a first prune, uncopied
             return value
         full = self._base_shaped(value, was)
         for axis, mask in enumerate(left):
@@ -312,6 +315,7 @@ class _MaskedRun:
         for axis, mask in enumerate(was):
             if not mask.all():
                 shape = (*value.shape[:axis], len(mask), *value.shape[axis + 1 :])
+                # where writers are not masked, rows that were cut before must not be zeros either
                 wide = value.new_zeros(shape) if self.only is None else _anything(value, shape)
                 value = wide.index_copy_(axis, _places(mask, value), value)
         return value
@@ -363,7 +367,7 @@ def _epsilon(node: Node, args: Any, place: int, default: float) -> float:
 
 
 def _mean(x: Tensor, left: Tensor, axes: Any, keepdim: bool) -> Tensor:
-    total = (x * left).sum(axes, keepdim=keepdim)
+    total = (x * left).sum(axes, keepdim=keepdim)  # zeros alone would not do: a centred zero is no zero
     return total / left.expand_as(x).sum(axes, keepdim=keepdim).clamp(min=1)
 
 

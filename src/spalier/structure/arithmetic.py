@@ -54,7 +54,8 @@ def broadcast(walk: Walk, values: Sequence[Value], shape: tuple[int, ...]) -> Va
         return Value(shape, values[0].fields, values[0].sources)
     fields = {}
     for axis in range(len(shape)):
-        own = [(v, axis - len(shape) + len(v.shape)) for v in values]
+        own = [(v, axis - len(shape) + len(v.shape)) for v in values]  # axes are matched from the last one on
+        # an axis of size 1 is broadcast: it carries no channels of its own
         sides = [v.on(a) for v, a in own if a >= 0 and v.shape[a] > 1]
         if any(sides):
             fields[axis] = walk.meet(sides)
@@ -116,6 +117,8 @@ def _note_roles(walk: Walk, operands: Sequence[Operand], letter: str, *, is_kept
 
 
 def _note_cost(walk: Walk, operands: Sequence[Operand], met: dict[str, list[Ints]]) -> None:
+    # the axes of one parameter count by what is left of that parameter, the others by their labels; what neither is
+    # labelled nor a parameter's is a number
     owned = [(walk.owner(value), letters) for value, letters in operands if walk.owner(value)]
     tensor, own = owned[0] if owned else ("", "")
     others = [letter for letter in met if letter not in own]
@@ -129,7 +132,7 @@ def linear(walk: Walk, node: Node) -> Result:
     """``x W^T + b``."""
     value, weight = walk.value(node.args[0]), walk.value(node.args[1])
     batch, shape = _batch_letters(value, 1), shape_of(node)
-    axes = "oi" if len(weight.shape) == 2 else "i"
+    axes = "oi" if len(weight.shape) == 2 else "i"  # F.linear takes a vector too
     out = contract(walk, [(value, batch + "i"), (weight, axes)], batch + axes[:-1], shape)
     return broadcast(walk, [out, *walk.given(argument(node, 2, "bias"))], shape)
 
@@ -167,6 +170,7 @@ def einsum(walk: Walk, node: Node) -> Result:
     equation, values = str(node.args[0]).replace(" ", ""), [walk.value(n) for n in argument(node, 1)]
     inputs, arrow, out = equation.partition("->")
     axes = inputs.split(",")
+    # implicit outputs, an ellipsis or a diagonal
     if not arrow or "." in equation or any(len(set(a)) < len(a) for a in axes):
         return unknown(walk, node)
     return contract(walk, list(zip(values, axes, strict=True)), out, shape_of(node))
@@ -192,6 +196,7 @@ def convolution(walk: Walk, node: Node) -> Result:
     groups = argument(node, 8 if name == "convolution" else 6, "groups", 1)
     walk.freeze_all(value, range(channel + 1, len(value.shape)))
     walk.freeze_all(weight, range(2, len(weight.shape)), TAPS)
+    # counted below, with the pixels that this contraction knows nothing of
     made = _grouped(walk, value, channel, weight, groups, transposed, shape[channel])
     pixels = value.shape if transposed else shape
     _note_convolution(walk, weight, math.prod(pixels[:channel]) * math.prod(pixels[channel + 1 :]))
@@ -220,6 +225,7 @@ def _grouped(
         w = Value(weight.shape[:2], {a: weight.on(a) for a in (0, 1)}, weight.sources)
         return contract(walk, [(x, "i"), (w, "io" if transposed else "oi")], "o", (outputs,), counted=False)
     x = Value((groups, inputs // groups), _split(walk, value.on(channel), groups, inputs), value.sources)
+    # a weight's first axis runs over all groups, its second over the channels of one
     fields = {**_split(walk, weight.on(0), groups, weight.shape[0]), 2: weight.on(1)}
     w = Value((groups, weight.shape[0] // groups, weight.shape[1]), fields, weight.sources)
     per_group = outputs // groups
@@ -242,7 +248,7 @@ def embedding(walk: Walk, node: Node) -> Result:
     """Rows are picked by number; columns are what is written."""
     weight, shape = walk.value(node.args[0]), shape_of(node)
     walk.freeze_all(weight, (0,))
-    walk.freeze_all(walk.value(node.args[1]))
+    walk.freeze_all(walk.value(node.args[1]))  # the numbers themselves
     walk.note_role(weight, weight.on(1), "writer")
     return Value(shape, {len(shape) - 1: weight.on(1)}, sources(walk.operands(node)))
 
@@ -252,7 +258,7 @@ def attention(walk: Walk, node: Node) -> Result:
     """Scores of queries and keys, and a mixture of values."""
     query, key, value = (walk.value(n) for n in node.args[:3])
     if len({len(v.shape) for v in (query, key, value)}) > 1:
-        return unknown(walk, node)
+        return unknown(walk, node)  # batch axes that broadcast
     if argument(node, 7, "enable_gqa", False):
         key, value = (_repeated(v, query.shape[-3]) for v in (key, value))
     if node.kwargs.get("scale") is None:
@@ -304,6 +310,7 @@ def group_norm(walk: Walk, node: Node) -> Result:
     walk.freeze_all(value, range(2, len(value.shape)))
     out = _with_channel_parameters(walk, value, walk.given(*node.args[2:4]))
     rows, columns = walk.split(out.on(1), (groups, value.shape[1] // groups))
+    # a group that lost some channels, and others not, would leave groups of unlike sizes
     fields = _joined(rows, columns, groups, value.shape[1] // groups)
     walk.note_statistic(node, {1: fields})
     return Value(out.shape, {0: value.on(0), 1: fields}, out.sources)
@@ -334,7 +341,7 @@ def _is_mean_square(node: Node) -> bool:
     if operation(node) != "mean" or not isinstance(squared, Node):
         return False
     is_square = operation(squared) == "square" or (operation(squared) == "pow" and squared.args[1:] == (2,))
-    users = {user for each in node.users for user in (each, *each.users)}
+    users = {user for each in node.users for user in (each, *each.users)}  # eps may be added in between
     return is_square and any(operation(user) == "rsqrt" for user in users)
 
 
@@ -352,7 +359,7 @@ def glu(walk: Walk, node: Node) -> Result:
     value, shape = walk.value(node.args[0]), shape_of(node)
     axis = int(argument(node, 1, "dim", -1)) % len(value.shape)
     halves, columns = walk.split(value.on(axis), (2, shape[axis]))
-    walk.freeze(halves)
+    walk.freeze(halves)  # there are always two
     return Value(shape, {**value.fields, axis: columns}, value.sources)
 
 
@@ -373,7 +380,7 @@ def _in_every_dimension(names: str) -> str:
 def spatial(walk: Walk, node: Node) -> Result:
     """Each channel by itself; pixels must stay."""
     value = walk.value(node.args[0])
-    if not isinstance(node.meta["val"], Tensor):
+    if not isinstance(node.meta["val"], Tensor):  # it returns indices too
         return unknown(walk, node)
     first = len(value.shape) - int(re.findall(r"(\d)d", operation(node))[0])
     walk.freeze_all(value, range(first, len(value.shape)))

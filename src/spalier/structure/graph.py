@@ -103,6 +103,7 @@ def copied(example: Any) -> Any:
 @contextmanager
 def preserved(net: nn.Module) -> Iterator[None]:
     """Run a network and put everything back: buffers that it writes into, random numbers that it draws."""
+    # a forward may write into a buffer, or put another tensor in its place; both come back
     held = [
         (m, dict(m._buffers), [b if b is None else b.clone() for b in m._buffers.values()])
         for m in net.modules()
@@ -137,6 +138,7 @@ def in_eval_mode(net: nn.Module) -> Iterator[None]:
 @contextmanager
 def as_base(net: nn.Module) -> Iterator[None]:
     """The network in eval mode and without its adapters, for a while."""
+    # the very same forwards are put back: making them anew would look at every layer's source
     diverted = [(m, m.__dict__["forward"]) for m in net.modules() if is_diverted(m)]
     for module, _ in diverted:
         undivert_(module)
@@ -176,7 +178,7 @@ def placeholders(program: ExportedProgram, names: Mapping[str, str]) -> dict[str
 
 def module_of(node: Node) -> str:
     """The path of the innermost module whose forward calls this operation."""
-    stack = node.meta.get("nn_module_stack") or {}
+    stack = node.meta.get("nn_module_stack") or {}  # outermost first
     return next(reversed([path for path, _ in stack.values()]), "") if stack else ""
 
 
@@ -283,6 +285,7 @@ class Walk:
 
     def run(self, graph: GraphModule, inputs: dict[str, Value]) -> None:
         """Visit every node; ``inputs`` are the parameters and buffers, by the names of their placeholders."""
+        # by identity: what is computed from a parameter has its sources too, and is no parameter
         static = [value for value in inputs.values() if value.sources]
         self._owners = {id(value): name for value in static for name in value.sources or ()}
         for node in self._visit_all(graph, inputs):
@@ -314,6 +317,7 @@ class Walk:
         names = [n.name for n in inner.graph.nodes if n.op == "placeholder"]
         given = {n: self.value(a) for n, a in zip(names, arguments, strict=True) if isinstance(a, Node)}
         outputs = self._visit_all(inner, given)
+        # its nodes have set these
         self.reason, self.place = source(node), module_of(node)
         return [self.value(out) for out in outputs]
 
@@ -355,7 +359,7 @@ class Walk:
     def meet(self, sides: Sequence[list[Ints]]) -> list[Ints]:
         """Axes that run in parallel: their labels are one. Where one of them has no labels, all others must stay."""
         labelled = [side for side in sides if side]
-        if len(labelled) < len(sides):
+        if len(labelled) < len(sides):  # the network's input, a constant, a position
             for side in labelled:
                 self.freeze(side, f"{self.reason}: the other side carries no channels")
             return []
@@ -367,13 +371,13 @@ class Walk:
     def _match(self, left: list[Ints], right: list[Ints]) -> list[Ints]:
         if len(left) == len(right):
             for a, b in zip(left, right, strict=True):
-                if a is not b:
+                if a is not b:  # a tensor that meets itself, x * sigmoid(x)
                     self.labels.pair(a, b, self.reason)
             return left
         fewer, more = sorted((left, right), key=len)
         if len(fewer) == 1:  # a plain axis meets one that a view made of heads and positions, say
             self.labels.define(fewer[0], np.stack(more), self.reason)
-        else:
+        else:  # two splits of unlike depth: which factor is which cannot be told
             self.freeze(left + right)
         return more
 
@@ -390,6 +394,7 @@ class Walk:
         out = Value(shape, {}, value.sources)
         for axis, fields in value.fields.items():
             for each in fields:
+                # the labels as a tensor of the value's shape, constant along all other axes, without a copy
                 dims = [len(each) if a == axis else 1 for a in range(len(value.shape))]
                 result = move(torch.from_numpy(each).view(dims).expand(value.shape))
                 for new, found in self._straightened(result, is_view=True):
@@ -452,6 +457,7 @@ def _narrowed(array: Tensor) -> tuple[Tensor, list[int]]:
     for axis in range(array.dim()):
         if array.shape[axis] > 1:
             first = array.narrow(axis, 0, 1)
+            # a stride of 0 says so without a look at the values
             if array.stride(axis) == 0 or torch.equal(first.expand_as(array), array):
                 array = first
             else:

@@ -64,7 +64,7 @@ class Labels:
     def pair(self, a: Ints, b: Ints, reason: str) -> None:
         """Entry by entry, these are one; a label that is paired with none must stay."""
         both = (a != NONE) & (b != NONE)
-        if both.all():
+        if both.all():  # mostly: no copies then
             self._pairs.append((a, b))
             return
         self._pairs.append((a[both], b[both]))
@@ -72,6 +72,7 @@ class Labels:
 
     def define(self, labels: Ints, members: Ints, reason: str) -> None:
         """Entry by entry, a label is gone where any of its members (k, entries) is."""
+        # without a label on one side there is nothing to be gone with, so the other side must stay
         unlabelled = (labels == NONE) | (members == NONE).all(0)
         self.freeze(np.concatenate([labels[unlabelled], members[:, unlabelled].ravel()]), reason)
         self._rules.append((labels[~unlabelled], members[:, ~unlabelled]))
@@ -164,13 +165,12 @@ class _Resolution:
             if expanded is not None:
                 return Resolved(self.root, self._reasons(), derived, expanded)
             circle = _circle({int(d): tuple(m[m != NONE]) for d, m in zip(derived, members.T, strict=True)})
-            self._merge(
-                np.array(circle[:-1]), np.array(circle[1:])
-            )  # each is gone with the next: all are one
+            # each is gone with the next, so all of a circle are one
+            self._merge(np.array(circle[:-1]), np.array(circle[1:]))
 
     def _live(self) -> Mask:
         """Which members of each rule count: those that may go, each once."""
-        roots = self.root[np.maximum(self.members, 0)]
+        roots = self.root[np.maximum(self.members, 0)]  # (most, rules); what NONE finds is masked out below
         live: Mask = (self.members != NONE) & (self.reason[roots] < 0)
         for index in range(1, len(roots)):
             for earlier in range(index):
@@ -181,9 +181,10 @@ class _Resolution:
         """Draw the conclusions of every rule as things stand; False where there are none."""
         if not self.labels.size:
             return False
-        own, members = self.root[self.labels], self.root[np.maximum(self.members, 0)]
+        own = self.root[self.labels]  # (rules,)
+        members = self.root[np.maximum(self.members, 0)]  # (most, rules)
         roots = np.where(live, members, NONE)
-        count = live.sum(0)
+        count = live.sum(0)  # how many members of each rule may go
         held = self.reason[own] >= 0
         emptied, several = (count == 0) & ~held, (count > 1) & ~held
         # a label that stays keeps all its members; one whose members all stay, stays
@@ -209,6 +210,7 @@ class _Resolution:
 
         Returns the pairs, and whether some rules did not fit.
         """
+        # rules of one label are neighbours once they are sorted; neighbours are compared, and the rest follows in turn
         order = np.flatnonzero(chosen)
         order = order[np.argsort(own[order], kind="stable")]
         same = own[order[:-1]] == own[order[1:]]
@@ -238,7 +240,7 @@ class _Resolution:
             low, high = np.minimum(root[a], root[b]), np.maximum(root[a], root[b])
             if np.array_equal(low, high):
                 break
-            np.minimum.at(root, high, low)
+            np.minimum.at(root, high, low)  # several may want the same root: the smallest wins
             while not np.array_equal(root, root[root]):
                 root = root[root]
         self.root = root

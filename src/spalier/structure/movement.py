@@ -50,6 +50,7 @@ def reshape(walk: Walk, node: Node) -> Result:
 
 def _new_place(old: tuple[int, ...], axis: int, new: tuple[int, ...]) -> int | None:
     """Where an axis is after a reshape that leaves it whole."""
+    # entries are in the same order, so it is the axis of its size with as many entries in front of it
     before = math.prod(old[:axis])
     for place, size in enumerate(new):
         if before == 1 and size == old[axis]:
@@ -83,7 +84,8 @@ def channel_shuffle(walk: Walk, node: Node) -> Result:
     value, groups = walk.value(node.args[0]), int(argument(node, 1))
     per_group = value.shape[1] // groups
     rows, columns = walk.split(value.on(1), (groups, per_group), is_view=True)
-    walk.freeze(rows)  # their number is a setting
+    walk.freeze(rows)  # their number is a setting, so whole groups cannot go
+    # channel (g, c) lands at (c, g)
     fields = [np.tile(r, per_group) for r in rows] + [np.repeat(c, groups) for c in columns]
     return Value(value.shape, {**value.fields, 1: fields}, value.sources)
 
@@ -99,7 +101,7 @@ def pixels(walk: Walk, node: Node) -> Result:
         out.fields[channel] = [np.repeat(f, area) for f in value.on(channel)]
     else:
         kept, within = walk.split(value.on(channel), (value.shape[channel] // area, area))
-        walk.freeze(within)
+        walk.freeze(within)  # the pixels that a channel becomes
         out.fields[channel] = kept
     return out
 
@@ -107,10 +109,11 @@ def pixels(walk: Walk, node: Node) -> Result:
 @rule("cat concat concatenate")
 def concatenate(walk: Walk, node: Node) -> Result:
     """Along the axis labels stand side by side; along the others they are the same in every part."""
-    parts = [walk.value(n) for n in argument(node, 0) if shape_of(n) != (0,)]
+    parts = [walk.value(n) for n in argument(node, 0) if shape_of(n) != (0,)]  # PyTorch lets empty ones pass
     axis = argument(node, 1, "dim", 0) % len(shape_of(node))
     fields = _met(walk, parts, skip=axis)
     most = max(len(part.on(axis)) for part in parts)
+    # parts may have unlike numbers of fields; those that are missing have no labels
     filled = [part.on(axis) + [np.full(part.shape[axis], NONE)] * most for part in parts]
     if most:
         fields[axis] = [np.concatenate([each[index] for each in filled]) for index in range(most)]
@@ -142,11 +145,11 @@ def split(walk: Walk, node: Node) -> Result:
     columns: list[Ints] = []
     if len({shape[axis] for shape in shapes}) == 1:
         rows, columns = walk.split(value.on(axis), (len(shapes), shapes[0][axis]))
-        walk.freeze(rows)
+        walk.freeze(rows)  # the code asks for so many parts
     else:
         walk.freeze(value.on(axis))
     parts: list[Value] = [Value(shape, {**value.fields, axis: columns}, value.sources) for shape in shapes]
-    for each in (value, *parts):
+    for each in (value, *parts):  # code may hold the size of the whole, or of a part
         walk.note_sizes(Value(each.shape, {axis: each.on(axis)}))
     return parts
 
@@ -166,11 +169,11 @@ def slice_(walk: Walk, node: Node) -> Result:
 
 
 def _part(walk: Walk, fields: list[Ints], size: int, taken: int, start: int, step: int) -> list[Ints]:
-    if step == 1 and taken > 1 and size % taken == 0 and start % taken == 0:
+    if step == 1 and taken > 1 and size % taken == 0 and start % taken == 0:  # a row of (parts, taken)
         rows, columns = walk.split(fields, (size // taken, taken))
         walk.freeze(rows)
         return columns
-    if step > 1 and taken > 1 and size % step == 0 and taken == size // step:
+    if step > 1 and taken > 1 and size % step == 0 and taken == size // step:  # a column of (taken, step)
         rows, columns = walk.split(fields, (taken, step))
         walk.freeze(columns)
         return rows
@@ -214,10 +217,11 @@ def index(walk: Walk, node: Node) -> Result:
     indexed = [axis for axis, each in enumerate(indices) if each is not None]
     for each in node.all_input_nodes[1:]:
         walk.freeze_all(walk.value(each))
-    if indexed != list(range(indexed[0], indexed[-1] + 1)):
+    if indexed != list(range(indexed[0], indexed[-1] + 1)):  # then PyTorch puts the result's new axes first
         return unknown(walk, node)
     walk.freeze_all(value, indexed)
     shape = shape_of(node)
+    # indices of several axes put these in the place of the indexed ones
     shift = len(shape) - len(value.shape)
     fields = {a + (shift if a > indexed[-1] else 0): f for a, f in value.fields.items() if a not in indexed}
     return Value(shape, fields, sources(walk.operands(node)))

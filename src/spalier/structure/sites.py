@@ -118,9 +118,9 @@ class GraphSearch:
     def _read(self, stream: int, member: Member) -> list[Site]:
         """What a reader takes."""
         name = layer_name(member.tensor)
-        if name.endswith("out_proj") and isinstance(
-            self.net.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention
-        ):  # which reads the weight and never calls the layer; scores let it
+        parent = self.net.get_submodule(name.rpartition(".")[0])
+        if name.endswith("out_proj") and isinstance(parent, nn.MultiheadAttention):
+            # it reads the weight and never calls the layer; for scores it is made to
             units = tuple(
                 (number, other.units)
                 for number, each in enumerate(self.assembly.streams)
@@ -150,7 +150,7 @@ class GraphSearch:
                     continue
                 known.add(user)
                 value = self.walk.values.get(user)
-                if isinstance(value, Value) and value.is_static:
+                if isinstance(value, Value) and value.is_static:  # a weight that is computed from it
                     waiting.append(user)
                 else:
                     yield user
@@ -158,6 +158,7 @@ class GraphSearch:
     def _end(self, node: Node) -> tuple[Node, str | None] | None:
         """What a layer returns, or the batch norm behind it that alone takes its output; and that norm's path."""
         path = module_of(node)
+        # to the end of the layer's own forward
         while (after := _only_user(node)) is not None and module_of(after) == path:
             if operation(after) not in _PLAIN:
                 return None
@@ -202,7 +203,7 @@ class GraphSearch:
     def free_writers(self) -> Iterator[FreeWriter]:
         """Every layer of the network that can be a free writer, in the streams' order."""
         for number, stream in enumerate(self.assembly.streams):
-            if len(stream.writers) > 1:
+            if len(stream.writers) > 1:  # a single writer has the channels of the stream anyway
                 for member in stream.members:
                     writer = self._free(number, stream, member) if member.role == "writer" else None
                     if writer is not None:
@@ -224,6 +225,7 @@ class GraphSearch:
                 break  # others use these tensors too
             taken += [(m.tensor, m.axis) for m in own]
             module = module_of(node)
+            # a gather can only sit behind what a module returns
             is_end = self._is_leaf(module) and all(module_of(user) != module for user in node.users)
             axis, units = self._axis(node, number) or (0, ())
             is_plain = any(_is_plain(each) for stream_number, each in units if stream_number == number)

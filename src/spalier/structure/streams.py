@@ -28,7 +28,7 @@ AxisUnits = tuple[tuple[int, Ints], ...]
 def kept_indices(units: AxisUnits, size: int, keep: Sequence[Mask]) -> Mask:
     """Which indices of an axis are left where these units of each stream are kept."""
     left = np.ones(size, bool)
-    for stream, each in units:
+    for stream, each in units:  # an index is gone as soon as one of its units is
         left &= (each == NONE) | keep[stream][each]
     return left
 
@@ -132,6 +132,7 @@ class Assembly:
         """The units along an axis that has these fields."""
         arrays: dict[int, Ints] = {}
         for labels in fields:
+            # fields of one stream fill each other's gaps: parts that were concatenated
             for stream, units in self._units_of_field(labels):
                 taken = arrays.setdefault(stream, np.full(len(labels), NONE))
                 arrays[stream] = np.where(units == NONE, taken, units)
@@ -173,6 +174,7 @@ def extents_of(walk: Walk, assembly: Assembly) -> list[Extent]:
         for (module, sizes), factors in walk.splits.items()
     ]
     for (module, size), several in walk.sized.items():
+        # by identity, as one field passes through many views
         different = {tuple(map(id, fields)): fields for fields in several}
         found += [Extent(module, (size,), (assembly.units_on(fields),)) for fields in different.values()]
     for statistic in walk.statistics:
@@ -219,6 +221,7 @@ def assemble(walk: Walk) -> Assembly:
     axes, resolved = walk.labels.axes, walk.labels.resolved()
     size = walk.labels.size
     starts = np.array([axis.start for axis in axes] or [0])
+    # labels are numbered axis by axis, so their axis is a lookup
     label, atom = resolved.atoms(np.arange(size))
     axis = np.searchsorted(starts, label, side="right") - 1
     found = _Occurrences(atom, axis, label - starts[axis])
@@ -230,7 +233,7 @@ def assemble(walk: Walk) -> Assembly:
     for atoms, chosen in _groups(found):
         unit = np.searchsorted(atoms, found.atom[chosen])
         members = _members(axes, found.axis[chosen], found.index[chosen], unit, roles)
-        if len(atoms) == 1:
+        if len(atoms) == 1:  # without its one unit it would be empty
             refused["its channels go together or not at all"].append(atoms)
         elif not any(member.role == "reader" for member in members):
             refused["no layer reads it"].append(atoms)
@@ -258,8 +261,9 @@ def _roles(axes: list[LabelledAxis], size: int, resolved: Resolved, roles: Seque
         of_owner[axis.owner].append(number)
     found: dict[int, Kind] = {}
     atoms: dict[int, Ints] = {}
+    # a weight that is used in several ways is what is most: tied layers write and read
     rank: dict[Kind, int] = {"rider": 0, "reader": 1, "writer": 2}
-    touched = np.zeros(size, bool)
+    touched = np.zeros(size, bool)  # one array for all roles: making it anew would cost more than all else
     for role in roles:
         if role.role == "rider":
             continue
@@ -332,6 +336,7 @@ def _frozen(
     listed = []
     for axis in axes:
         whole = slice(axis.start, axis.start + axis.size)
+        # axes that views made are nobody's parameters, and not listed
         held = resolved.root[whole][~free[whole]] if axis.owner else np.empty(0, np.int64)
         why, counts = np.unique(_why(held, resolved, reason), return_counts=True)
         named = ((texts[index], int(count)) for index, count in zip(why, counts, strict=True))

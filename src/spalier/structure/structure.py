@@ -211,6 +211,7 @@ def without(net: nn.Module, structure: Structure, refused: Mapping[int, str]) ->
     """The same structure where these streams are frozen too, and why."""
     captured = structure.captured
     assert captured is not None
+    # the walk stays as it is; only streams are numbered anew, so all that names them is read again
     return _read(net, structure, replace(captured, assembly=captured.assembly.without(refused)))
 
 
@@ -234,7 +235,9 @@ def _read(net: nn.Module, structure: Structure, captured: Captured) -> Structure
 def capture_again_(net: nn.Module, structure: Structure) -> None:
     """Give a structure that was loaded the graph of its network."""
     fresh = find(net, structure.example, structure.freeze)
+    # the dry run froze these when the structure was made
     refused = {n: "" for n, stream in enumerate(fresh.streams) if stream.name not in structure.index}
+    # a cache, in a frozen object
     object.__setattr__(structure, "captured", without(net, fresh, refused).captured)
 
 
@@ -245,6 +248,7 @@ def _inputs(
     signature = program.graph_signature
     owners = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    # a tied tensor has several placeholders; it is used if one of them is
     used = {names[owner] for place, owner in owners.items() if owner in names and nodes[place].users}
     values: dict[str, Value] = {}
     inputs: dict[str, Value] = {}
@@ -297,10 +301,11 @@ def fingerprint(net: nn.Module, example: Any, freeze: Any = None) -> str:
     """
     if callable(freeze):  # two predicates may have the same code and mean different modules
         freeze = [path for path, module in net.named_modules() if freeze(path, module)]
+    # another version of PyTorch may export another graph
     digest = hashlib.sha256(f"{VERSION} {torch.__version__} {freeze!r}".encode())
     seen: set[type] = set()
     for path, module in net.named_modules():
-        if isinstance(module, Added):
+        if isinstance(module, Added):  # adapters and gathers
             continue
         kind = type(module)
         digest.update(f"{path}|{kind.__module__}.{kind.__qualname__}|{module.extra_repr()}".encode())
@@ -404,8 +409,8 @@ class Cache:
             data = json.loads((self.folder / f"{fingerprint}.json").read_text("utf-8"))
             structure = from_dict(data)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, TraceError):
-            return None
-        return structure if structure.fingerprint == fingerprint else None
+            return None  # whatever is wrong with the file, tracing again is right
+        return structure if structure.fingerprint == fingerprint else None  # a file that was renamed
 
     def put(self, structure: Structure) -> None:
         """Write a structure down, all of it or nothing."""
