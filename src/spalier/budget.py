@@ -30,7 +30,7 @@ from spalier.adapters.kinds import LowRank, Update
 from spalier.counting import Count, count
 from spalier.distributed import from_first_rank
 from spalier.errors import BudgetError, SpalierError
-from spalier.pruning.plan import MARK, Indices, Kept, Plan, Prediction, cuts_of, kept_of, whole
+from spalier.pruning.plan import PRUNED_MARK, Indices, Kept, Plan, Prediction, cuts_of, kept_of, whole
 from spalier.pruning.prune import cut_geometry, prune_
 from spalier.structure.graph import arguments, copied
 from spalier.structure.structure import Structure
@@ -319,7 +319,7 @@ def _plain(net: nn.Module) -> nn.Module:
 
 def _base_of(net: nn.Module) -> nn.Module | None:
     """The unpruned network, if it can be had."""
-    if MARK not in net.__dict__:
+    if PRUNED_MARK not in net.__dict__:
         return _plain(net)
     if not is_marked(net):
         return None

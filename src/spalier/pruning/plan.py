@@ -23,7 +23,7 @@ from spalier.structure.streams import kept_indices
 from spalier.structure.structure import Structure
 from spalier.text import table
 
-MARK = "_spalier_kept"
+PRUNED_MARK = "_spalier_kept"
 """The private attribute of a pruned network that holds the kept units of its base."""
 Writers = Literal["coupled", "free"]
 
@@ -216,7 +216,7 @@ class Kept:
 
 def kept_units(net: nn.Module) -> dict[str, dict[str, list[int]]] | None:
     """The units of the base that a pruned network has left, by stream and by free writer; None if it is whole."""
-    found = net.__dict__.get(MARK)
+    found = net.__dict__.get(PRUNED_MARK)
     return None if found is None else {kind: dict(found[kind]) for kind in ("streams", "writers")}
 
 
@@ -227,7 +227,7 @@ def whole(structure: Structure) -> Kept:
 
 def kept_of(net: nn.Module, structure: Structure) -> Kept:
     """What a network has left, checked against its tensors."""
-    found = net.__dict__.get(MARK)
+    found = net.__dict__.get(PRUNED_MARK)
     kept = whole(structure)
     if found is not None:
         if found["fingerprint"] != structure.fingerprint:

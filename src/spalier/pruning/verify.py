@@ -28,7 +28,7 @@ from spalier.adapters.attach import detach_
 from spalier.adapters.attachment import Changes, is_marked
 from spalier.adapters.geometry import Added
 from spalier.errors import PruneError
-from spalier.pruning.plan import MARK, Reduction
+from spalier.pruning.plan import PRUNED_MARK, Reduction
 from spalier.structure.graph import (
     Statistic,
     Value,
@@ -68,7 +68,7 @@ def _ensure_captured_(net: nn.Module, structure: Structure) -> None:
     """Capture the graph of the unpruned network, which an adapted one has in it, where the structure was loaded."""
     if structure.captured is not None:
         return
-    is_pruned = MARK in net.__dict__
+    is_pruned = PRUNED_MARK in net.__dict__
     if structure.example is None or (is_pruned and not is_marked(net)):
         raise PruneError(
             "the structure was loaded without the network's graph, which can be captured before the first pruning "

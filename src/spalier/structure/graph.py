@@ -32,18 +32,7 @@ from spalier.errors import ExampleError, TraceError
 from spalier.structure.labels import Ints, Labels
 from spalier.text import first_line
 
-
-def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An example as positional and keyword arguments."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    if isinstance(example, tuple | list):
-        return tuple(example), {}
-    if isinstance(example, Tensor):
-        return (example,), {}
-    raise ExampleError(
-        f"the example is a {type(example).__name__}; expected a tensor, a tuple of arguments or a dict of them"
-    )
+# capturing
 
 
 def capture(net: nn.Module, example: Any) -> ExportedProgram:
@@ -57,6 +46,19 @@ def capture(net: nn.Module, example: Any) -> ExportedProgram:
             return torch.export.export(net, args, kwargs, strict=False)
         except Exception as error:  # export raises a dozen kinds; the caller gets one of ours
             raise _refusal(net, args, kwargs, error) from error
+
+
+def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example as positional and keyword arguments."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, tuple | list):
+        return tuple(example), {}
+    if isinstance(example, Tensor):
+        return (example,), {}
+    raise ExampleError(
+        f"the example is a {type(example).__name__}; expected a tensor, a tuple of arguments or a dict of them"
+    )
 
 
 def on_device_of(net: nn.Module, example: Any) -> Any:
@@ -194,7 +196,10 @@ def source(node: Node) -> str:
     return f"{operation(node)} at {name}:{line.removeprefix('line ')}"
 
 
+# the walk
+
 Fields = dict[int, list[Ints]]
+"""The fields of each axis."""
 Kind = Literal["writer", "reader", "rider"]
 
 

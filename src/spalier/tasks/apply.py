@@ -16,7 +16,7 @@ from spalier.adapters.geometry import is_norm
 from spalier.adapters.kinds import ADAPTERS, FineTune
 from spalier.errors import SpalierError, TaskFileError
 from spalier.pruning.modules import set_spread_
-from spalier.pruning.plan import MARK
+from spalier.pruning.plan import PRUNED_MARK
 from spalier.pruning.prune import Cutter
 from spalier.tasks.base import Base
 from spalier.tasks.build import check_base, resized_attributes
@@ -162,4 +162,4 @@ def _resize_(task: Task, net: nn.Module, changes: Changes, structure: Structure 
         "writers": {w.name: kept for w, kept in zip(table.writers, units[len(table.streams) :], strict=True)},
         "attributes": before,
     }
-    changes.set_(net, "", MARK, kept)
+    changes.set_(net, "", PRUNED_MARK, kept)

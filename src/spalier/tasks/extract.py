@@ -19,7 +19,7 @@ from spalier.adapters.kinds import LowRank, Pointwise, Update
 from spalier.budget import Meter
 from spalier.errors import AttachmentError, ConfigError, NonFiniteError, PlanError
 from spalier.pruning.modules import resized_by_tensors
-from spalier.pruning.plan import MARK, Kept, kept_of
+from spalier.pruning.plan import PRUNED_MARK, Kept, kept_of
 from spalier.pruning.prune import cut
 from spalier.structure.structure import Structure
 from spalier.tasks import table
@@ -45,7 +45,7 @@ def extract(net: nn.Module, structure: Structure | None, name: str, said: Mappin
         task: Task = attachment.task
         info = replace(task.info, name=name, storage="exact", **said)
         return replace(task, info=info, **_numbers(task.table.rows, owners))
-    if MARK in net.__dict__ and structure is None:
+    if PRUNED_MARK in net.__dict__ and structure is None:
         raise PlanError(
             "the network is pruned, and its structure is not known; pass structure= as for prune_"
         )
@@ -99,7 +99,7 @@ class _Extractor:
             id(entry.copy) for entry in self.attachment.replaced if isinstance(entry.copy, nn.Parameter)
         }
         """Parameters that learn in copies of the base's."""
-        self.attributes = (self.net.__dict__.get(MARK) or {}).get("attributes", {})
+        self.attributes = (self.net.__dict__.get(PRUNED_MARK) or {}).get("attributes", {})
         """The base's values of attributes that pruning has changed, by module."""
 
     def task(self, name: str, said: Mapping[str, Any]) -> Task:
