@@ -33,7 +33,8 @@ from spalier.runs.settings import RESUMABLE, check_known, checked, differences, 
 from spalier.text import check_integer, first_line, import_optional, table
 from spalier.timing import available_cores
 
-_LONGEST_NAME = 100
+_LONGEST_NAME = 100  # file systems take 255 bytes
+_WORD = "(?!(null|true|false)$)[a-z][a-z0-9_.-]*"  # text that cannot be taken for another value
 _MEASURED = ("validation", "test")
 _LOG = logging.getLogger("spalier")
 
@@ -200,17 +201,14 @@ def _name_of(given: Mapping[str, Any]) -> str:
     """A folder's name that is short, safe and unique, also where file systems do not tell capital letters apart."""
     texts = {name: _text(value) for name, value in given.items()}
     whole = ",".join(f"{name}={text}" for name, text in texts.items())
-    if len(whole) <= _LONGEST_NAME and all(_says_all(value, texts[name]) for name, value in given.items()):
+    says_all = all(
+        re.fullmatch(_WORD if isinstance(value, str) else "[a-z0-9.-]+", texts[name])
+        for name, value in given.items()
+    )
+    if says_all and len(whole) <= _LONGEST_NAME:
         return whole
     digest = hashlib.blake2b(json.dumps(given).encode(), digest_size=5).hexdigest()
     return f"{re.sub('[^A-Za-z0-9_.=,-]+', '-', whole)[:_LONGEST_NAME]}-{digest}"
-
-
-def _says_all(value: Any, text: str) -> bool:
-    """Whether a text says which value it was."""
-    if isinstance(value, str):
-        return bool(re.fullmatch("[a-z][a-z0-9_.-]*", text)) and text not in ("null", "true", "false")
-    return bool(re.fullmatch("[a-z0-9.-]+", text))
 
 
 def _text(value: Any) -> str:
@@ -286,9 +284,8 @@ def _here(todo: Sequence[_Job], jobs: int, progress: bool) -> Generator[tuple[st
 
 def _in_process(sender: Any, job: _Job) -> None:
     """What the process of a run does."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the sweep too, which then ends its processes
+    # Ctrl-C reaches the sweep too, which then ends its processes; a second signal would cost the checkpoint
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with job.log.open("a") as file:
