@@ -46,7 +46,7 @@ class RunFolder:
         self.is_writable = True
         """False in all processes of a run but the first: what they write is dropped."""
 
-    def open_(self, config: Settings) -> None:
+    def claim(self, config: Settings) -> None:
         """Make the folder a run's, or check that it is this run's."""
         if self.settings.exists() and (self.results.exists() or self.checkpoint.exists()):
             different = differences(Settings.load(self.settings), config)

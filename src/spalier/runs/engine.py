@@ -75,7 +75,9 @@ class Engine:
         self.example = torch.zeros(2, *data.shape, device=machine.device)
         self.batch_size = config.batch_size
         if len(data.train) < config.batch_size:  # one batch of what all processes can share equally
-            self.batch_size = max(len(data.train) // machine.world * machine.world, machine.world)
+            self.batch_size = max(
+                len(data.train) // machine.world_size * machine.world_size, machine.world_size
+            )
         self.loader = self._loader(data.train, is_training=True)
         self.signals = StopSignals()
         self.started = self.saved = time.monotonic()
@@ -397,7 +399,7 @@ class Engine:
         generator = np.random.default_rng(seed_of(self.config.seed, "samples", self.position.block))
         chosen = generator.permutation(len(self.data.train))[:count]
         if shared:
-            chosen = chosen[self.machine.rank :: self.machine.world]
+            chosen = chosen[self.machine.rank :: self.machine.world_size]
         teacher = self.teacher if not self.config.labels else None
         return step.Samples(self.data.train, chosen, self.batch_size, self.to_device, teacher)
 
@@ -492,7 +494,7 @@ class Engine:
             shuffle=is_training,
             drop_last=is_training,
             rank=self.machine.rank,
-            world_size=self.machine.world,
+            world_size=self.machine.world_size,
         )
 
     def _where(self) -> str:

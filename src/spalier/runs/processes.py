@@ -58,7 +58,7 @@ class Machine:
             ) from error
         self.device: torch.device = self.accelerator.device
         self.rank: int = self.accelerator.process_index
-        self.world: int = self.accelerator.num_processes
+        self.world_size: int = self.accelerator.num_processes
         self.is_first = self.rank == 0
         """Whether this process writes files and shows progress."""
         chosen = config.channels_last
@@ -78,7 +78,7 @@ class Machine:
 
     def synced_norms(self) -> AbstractContextManager[Any]:
         """Batch norms over the samples of all processes."""
-        return SyncedNorms() if self.world > 1 else nullcontext()
+        return SyncedNorms() if self.world_size > 1 else nullcontext()
 
     def step_(self, optimizer: Optimizer, grad_clip: float | None) -> None:
         """Clip the gradient, where that is asked for, and update what is learned."""

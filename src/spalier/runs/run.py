@@ -138,7 +138,7 @@ class TransferPruning(Settings):
         config = _name_objects(self, network, data)
         where = RunFolder(folder)
         if where.results.exists():
-            where.open_(config)
+            where.claim(config)
             return _done(where, network, data)
         with contextlib.ExitStack() as stack:
             machine = stack.enter_context(contextlib.closing(Machine(config, where)))
@@ -150,7 +150,7 @@ class TransferPruning(Settings):
             samples = _with_classes(config, data if data is not None else _open_data(config))
             net = network if network is not None else _open_network(config, samples)
             head = config.head or head_of(net, classes=len(samples.classes))
-            stack.enter_context(_borrowed(net, machine))
+            stack.enter_context(_unchanged(net, machine))
             _check_fit(config, net, samples, machine)
             base = _digest(net)
             rows = engine(config, where, net, head, samples, machine, base).run(progress)
@@ -216,7 +216,7 @@ def _open(folder: RunFolder, config: Settings, stack: contextlib.ExitStack) -> N
     def attempt() -> SpalierError | None:
         try:
             stack.enter_context(folder.locked())
-            folder.open_(config)
+            folder.claim(config)
         except SpalierError as error:
             return error
         return None
@@ -262,7 +262,7 @@ def _random_state(config: Settings) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _borrowed(net: nn.Module, machine: Machine) -> Iterator[None]:
+def _unchanged(net: nn.Module, machine: Machine) -> Iterator[None]:
     """Use a network, and give it back without adapters, with its device, modes and gradients."""
     first = next(net.parameters(), None)
     device = first.device if first is not None else machine.device

@@ -128,14 +128,14 @@ class Sweep:
             )
         where = Path(folder).absolute()
         with RunFolder(where).locked():
-            self._open_(where)
+            self._claim(where)
             runs = self.runs()
             todo = [
                 _Job(name, config, where / name, where / "logs" / f"{name}.txt", threads)
                 for name, config in runs
                 if not (where / name / "results.json").exists()
             ]
-            ended = _on_ray(todo, threads, gpus) if place == "ray" else _here(todo, jobs, progress)
+            ended = _on_ray(todo, threads, gpus) if place == "ray" else _locally(todo, jobs, progress)
             shown = sys.stderr if progress else io.StringIO()
             print(f"{len(todo)} of {len(runs)} runs to do", file=shown, flush=True)
             failed: dict[str, str] = {}
@@ -147,7 +147,7 @@ class Sweep:
                     self._write(where, failed)
             return self._write(where, failed)
 
-    def _open_(self, folder: Path) -> None:
+    def _claim(self, folder: Path) -> None:
         """Make the folder this sweep's, or check that it is."""
         file = folder / "sweep.yaml"
         if file.exists():
@@ -244,7 +244,7 @@ class _Job:
         return ""
 
 
-def _here(todo: Sequence[_Job], jobs: int, progress: bool) -> Generator[tuple[str, str]]:
+def _locally(todo: Sequence[_Job], jobs: int, progress: bool) -> Generator[tuple[str, str]]:
     """Carry runs out on this machine: the name of each as it ends, and what went wrong."""
     if jobs == 1:
         for job in todo:
