@@ -26,21 +26,9 @@ from spalier.networks import logits_of
 from spalier.pruning.plan import Plan
 from spalier.pruning.prune import prune_
 from spalier.pruning.recovery import Recovery
-from spalier.runs import step
+from spalier.runs import evaluation, step
 from spalier.runs.checkpoint import Checkpoint, Position, RunFolder, load_checkpoint, save_checkpoint
-from spalier.runs.evaluation import (
-    Evaluation,
-    block_details,
-    block_row,
-    check_start_task,
-    evaluate,
-    example_images,
-    latency_ms,
-    plan_to_dict,
-    row_in_words,
-    score_histograms,
-    share_left,
-)
+from spalier.runs.evaluation import Evaluation, evaluate
 from spalier.runs.processes import Machine, Progress, StopSignals, sum_gradients_, sum_over_ranks
 from spalier.runs.settings import Settings, seed_of
 from spalier.selecting import select
@@ -60,17 +48,10 @@ class Engine:
     optimizer: Optimizer
 
     def __init__(
-        self,
-        config: Settings,
-        folder: RunFolder,
-        net: nn.Module,
-        head: str,
-        data: Data,
-        machine: Machine,
-        base_digest: str,
+        self, config: Settings, folder: RunFolder, net: nn.Module, head: str, data: Data, machine: Machine
     ) -> None:
         self.config, self.folder, self.net, self.head = config, folder, net, head
-        self.data, self.machine, self.base_digest = data, machine, base_digest
+        self.data, self.machine, self.base_digest = data, machine, step.digest(net)
         self.targets = config.targets()
         self.example = torch.zeros(2, *data.shape, device=machine.device)
         self.batch_size = config.batch_size
@@ -123,7 +104,7 @@ class Engine:
         torch.manual_seed(seed_of(self.config.seed, "adapters"))
         if self.config.start_task is not None:
             start = Task.load(self.config.start_task)
-            check_start_task(self.config, start)
+            evaluation.check_start_task(self.config, start)
             start.apply_(self.net, example=self.example)
         else:
             attach_(self.net, self.config.make_adapter(), head=self.head, example=self.example)
@@ -277,7 +258,7 @@ class Engine:
         self.folder.log({"kind": "block", **row})
         numbers = {f"block/{name}": value for name, value in row.items() if isinstance(value, float)}
         self.machine.log(numbers, self.position.step)
-        self.progress.line(row_in_words(row))
+        self.progress.line(evaluation.row_in_words(row))
         self.best, self.best_values, self.plan = None, {}, None
         if self.position.block == len(self.targets):
             self.position = self.position.replace(phase="done")
@@ -297,13 +278,13 @@ class Engine:
             Store(self.folder.tasks).add(task, overwrite=True)
         file = self.folder.tasks / f"{task.name}{SUFFIX}"
         at = self.position
-        target = self.targets[at.block - 1] if at.block else share_left(task, self.config.budget)
-        row = block_row(at, target, task, seen) | {
+        target = self.targets[at.block - 1] if at.block else evaluation.share_left(task, self.config.budget)
+        row = evaluation.block_row(at, target, task, seen) | {
             "bytes": file.stat().st_size if self.machine.is_first else 0,
-            "latency_ms": latency_ms(plain, self.example[:1]),
+            "latency_ms": evaluation.latency_ms(plain, self.example[:1]),
             "seconds": self._seconds(),
         }
-        details = block_details(row, self.data.classes, seen, self.plan)
+        details = evaluation.block_details(row, self.data.classes, seen, self.plan)
         details["examples"] = self._write_examples(plain)
         self.folder.write_json(self._block_file(".json"), details)
         return row
@@ -328,7 +309,7 @@ class Engine:
             return None
         self._seed("examples")
         with self.machine.autocast():
-            found = example_images(plain, split, self.to_device, self.batch_size)
+            found = evaluation.example_images(plain, split, self.to_device, self.batch_size)
         if found is None:
             return None
         self.folder.write(self._block_file(".png"), found[1])
@@ -368,7 +349,9 @@ class Engine:
         criterion = self.config.make_criterion(self.position.block)
         scores = score(self.net, samples, criterion, loss=step.mean_loss)
         self.plan = self.select_plan(scores, self.targets[self.position.block - 1])
-        self.folder.write_json(self._block_file(".scores.json"), score_histograms(scores, self.plan))
+        self.folder.write_json(
+            self._block_file(".scores.json"), evaluation.score_histograms(scores, self.plan)
+        )
         self.position = self.position.replace(phase="prune")
         self.save()
 
@@ -446,7 +429,7 @@ class Engine:
                 metrics=self.folder.flush_metrics(),
                 loss=self.loss_sum,
                 best=self.best,
-                plan=None if self.plan is None else plan_to_dict(self.plan),
+                plan=None if self.plan is None else evaluation.plan_to_dict(self.plan),
                 rows=self.rows,
                 seconds=self._seconds(),
                 scaler=None if scaler is None else scaler.state_dict(),

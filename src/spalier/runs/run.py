@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
-import hashlib
 import io
 import json
 import logging
@@ -28,6 +27,7 @@ from spalier.runs.checkpoint import RunFolder
 from spalier.runs.engine import Engine
 from spalier.runs.processes import Machine
 from spalier.runs.settings import Settings
+from spalier.runs.step import digest
 from spalier.tasks import Store, Task
 from spalier.text import table
 
@@ -152,9 +152,9 @@ class TransferPruning(Settings):
             head = config.head or head_of(net, classes=len(samples.classes))
             stack.enter_context(_unchanged(net, machine))
             _check_fit(config, net, samples, machine)
-            base = _digest(net)
-            rows = engine(config, where, net, head, samples, machine, base).run(progress)
-            results = Results(where.path, rows, list(map(str, samples.skipped)), base, samples.digest)
+            loop = engine(config, where, net, head, samples, machine)
+            rows, skipped = loop.run(progress), list(map(str, samples.skipped))
+            results = Results(where.path, rows, skipped, loop.base_digest, samples.digest)
             where.write_json(where.results, results.to_dict())
             return results
 
@@ -203,7 +203,7 @@ def _refuse(config: Settings, what: str, *names: str) -> None:
 def _done(folder: RunFolder, network: nn.Module | None, data: Data | None) -> Results:
     """The results, where nothing else was given than then."""
     results = Results.load(folder.path)
-    if network is not None and _digest(network) != results.base:
+    if network is not None and digest(network) != results.base:
         raise RunError("changed", "the run is done, with a network of other weights; use another folder")
     if data is not None and data.digest != results.data:
         raise RunError("changed", "the run is done, with other data; use another folder")
@@ -348,15 +348,3 @@ def _check_fit(config: Settings, net: nn.Module, data: Data, machine: Machine) -
             f"the network returns {tuple(logits.shape[1:])} numbers for a sample, and {data.name} has "
             f"{len(data.classes)} classes; give the network a head with that many outputs",
         )
-
-
-def _digest(net: nn.Module) -> str:
-    """One number for all values of the base."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(net.state_dict().items()):
-        if not isinstance(tensor, torch.Tensor):  # extra state of a module's own
-            found.update(f"{name} {tensor!r}\n".encode())
-            continue
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -157,6 +158,18 @@ def set_values_(net: nn.Module, values: Mapping[str, Tensor]) -> None:
         if name not in own or own[name].shape != value.shape:
             raise RunError("checkpoint", f"the checkpoint's {name!r} does not fit the network")
         own[name].copy_(value)
+
+
+def digest(net: nn.Module) -> str:
+    """One number for all values of the base."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(net.state_dict().items()):
+        if not isinstance(tensor, torch.Tensor):  # extra state of a module's own
+            found.update(f"{name} {tensor!r}\n".encode())
+            continue
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 class Average:
