@@ -17,6 +17,18 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
+PYTEST = ["-m", "pytest", "-n", "2", "--dist", "loadscope"]
+CORE = [
+    "tests/test_repository.py",
+    "tests/adapters/test_attach.py",
+    "tests/adapters/test_updates.py",
+    "tests/structure",
+    "tests/pruning/test_prune.py",
+    "tests/tasks/test_task.py",
+    "tests/tasks/test_store.py",
+    "tests/tasks/test_switcher.py",
+]
+
 # command: (what it is for, the extra it needs, what it runs)
 COMMANDS: dict[str, tuple[str, str, list[list[str]]]] = {
     "demo": (
@@ -24,8 +36,10 @@ COMMANDS: dict[str, tuple[str, str, list[list[str]]]] = {
         "cli",
         [["-m", "spalier", "demo"]],
     ),
-    "test": ("run the tests", "test", [["-m", "pytest", "-n", "2", "--dist", "loadscope", "-m", "not slow"]]),
-    "slow": ("run the slow tests", "test", [["-m", "pytest", "-m", "slow"]]),
+    "quick": ("run the tests of the core, under a minute", "test", [[*PYTEST, "-m", "not slow", *CORE]]),
+    "test": ("run the tests", "test", [[*PYTEST, "-m", "not slow"]]),
+    "slow": ("run the slow tests", "test", [[*PYTEST, "-m", "slow"]]),
+    "all": ("run all tests", "test", [PYTEST]),
     "docs": ("build the site into site/", "docs", [["-m", "mkdocs", "build", "--strict"]]),
     "check": (
         "lint, check the format and the types",

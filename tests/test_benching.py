@@ -202,7 +202,7 @@ def test_a_backend_that_fails_is_a_row_and_the_others_go_on(base, task, monkeypa
 
     monkeypatch.setattr(benching, "_compiled", no_compiler)
     missing = (
-        "onnxruntime is needed for the onnxruntime backend and is not installed; pip install spalier[onnx]"
+        "onnxruntime is needed for the onnxruntime backend and is not installed; pip install 'spalier[onnx]'"
     )
     known = benching._obstacle
     monkeypatch.setattr(benching, "_obstacle", lambda b, d: missing if b == "onnxruntime" else known(b, d))
@@ -232,7 +232,7 @@ def test_what_a_backend_needs_is_named(monkeypatch):
     monkeypatch.setattr("spalier.text.import_module", without)
     absent.add("onnxscript")
     assert benching._obstacle("onnxruntime", cpu) == (
-        "onnxscript is needed for the onnxruntime backend and is not installed; pip install spalier[onnx]"
+        "onnxscript is needed for the onnxruntime backend and is not installed; pip install 'spalier[onnx]'"
     )
     absent.clear()
     assert benching._obstacle("onnxruntime", cpu) == "OSError: a library is missing"

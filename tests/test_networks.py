@@ -191,13 +191,13 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
         raise ModuleNotFoundError("No module named 'timm'", name="timm")
 
     monkeypatch.setattr(text, "import_module", missing)
-    with pytest.raises(NetworkError, match="pip install timm"):
+    with pytest.raises(NetworkError, match="pip install 'timm'"):
         open_network("timm:resnet18")
 
 
 def test_transformers_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(NetworkError, match="pip install transformers"):
+    with pytest.raises(NetworkError, match="pip install 'transformers'"):
         open_network("hf:vit")
 
 

@@ -191,7 +191,7 @@ def describe_machine(device: torch.device, threads: int) -> dict[str, str | int]
     elif device.type != "cpu":
         found["device"] = str(device)
     found["torch"] = torch.__version__
-    if "onnxruntime" in sys.modules:
+    if sys.modules.get("onnxruntime"):
         found["onnxruntime"] = str(sys.modules["onnxruntime"].__version__)
     return found
 

@@ -301,7 +301,7 @@ def test_without_click_there_is_a_message(tmp_path):
     code = "import sys; sys.modules['click'] = None; from spalier.cli import entry; entry()"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert found.returncode == 1
-    assert "pip install spalier[cli]" in found.stderr
+    assert "pip install 'spalier[cli]'" in found.stderr
 
 
 @pytest.mark.parametrize("arguments", [[], ["task"]])

@@ -95,7 +95,7 @@ def test_unknown_names_list_the_known_ones(name):
 def test_a_missing_library_gives_the_line_that_helps(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.delitem(sys.modules, "sklearn.datasets", raising=False)
-    with pytest.raises(DataError, match=r"pip install spalier\[train\]"):
+    with pytest.raises(DataError, match=r"pip install 'spalier\[train\]'"):
         open_data("digits")
 
 

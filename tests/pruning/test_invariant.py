@@ -1,5 +1,7 @@
 """Four-way invariant on the zoo: masked ≡ pruned ≡ fused ≡ saved and reloaded, in float64, coupled and free, twice."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -72,7 +74,7 @@ def random_plan(structure, density, rng, *, free, kept):
     return sp.Plan(structure, keep, writers="free" if free else "coupled")
 
 
-def check_reloaded(net, base, example, folder, name):
+def check_reloaded(net, base, example, wanted, folder, name):
     """What is built from the file computes the same; what is applied is the same to the last bit."""
     path = folder / "a.task.safetensors"
     sp.Task.of(net, "a").save(path)
@@ -82,33 +84,36 @@ def check_reloaded(net, base, example, folder, name):
     assert not any(
         type(m).__module__.startswith("spalier") for m in built.modules() if type(m).__name__ != "Spread"
     )
-    assert_same(run(built, example), run(net, example), name)
+    assert_same(run(built, example), wanted, name)
     task.apply_(base)
-    adapted, again = net.state_dict(), base.state_dict()
-    assert list(adapted) == list(again)
-    assert all(torch.equal(value, again[key]) for key, value in adapted.items())
-    assert_same(run(base.eval(), example), run(net, example), name)
+    assert_equal(base.state_dict(), net.state_dict())
+    assert_same(run(base.eval(), example), wanted, name)
     sp.detach_(base)
-    assert all(torch.equal(value, base.state_dict()[key]) for key, value in values.items())
+    assert_equal(base.state_dict(), values)
 
 
-def check(entry, structure, example, *, free, seed, folder):
+def assert_equal(found, wanted):
+    assert list(found) == list(wanted)
+    assert all(torch.equal(value, wanted[key]) for key, value in found.items())
+
+
+def check(name, made, structure, example, *, free, seed, folder):
     """Prune twice, and compare each time."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
-    net = entry.make().double()
+    net = copy.deepcopy(made)
     adapted = attach(net)
-    plain = sp.fuse(net) if adapted else entry.make().double()
+    plain = sp.fuse(net) if adapted else made
     before = sum(p.numel() for p in net.parameters())
     for density in (0.7, 0.4):
         sp.prune_(net, random_plan(structure, density, rng, free=free, kept=sp.kept_units(net)))
         pruned = run(net, example)
         if adapted:
-            assert_same(run(sp.fuse(net), example), pruned, entry.name)
-            check_reloaded(net, entry.make().double(), example, folder, entry.name)
+            assert_same(run(sp.fuse(net), example), pruned, name)
+            check_reloaded(net, copy.deepcopy(made), example, pruned, folder, name)
         masked = masked_copy(plain, structure, sp.kept_units(net))
-        if masked is not None and entry.name not in DIVIDES:
-            assert_same(pruned, run(masked, example), entry.name)
+        if masked is not None and name not in DIVIDES:
+            assert_same(pruned, run(masked, example), name)
     assert sum(p.numel() for p in net.parameters()) < before
 
 
@@ -123,10 +128,10 @@ def attach(net):
 
 @pytest.mark.parametrize("entry", zoo.ZOO, ids=lambda entry: entry.name)
 def test_masked_is_pruned_is_fused_is_reloaded(entry, tmp_path):
-    example = double(entry.example())
-    structure = sp.trace(entry.make().double(), example)
+    example, made = double(entry.example()), entry.make().double()
+    structure = sp.trace(made, example)
     assert bool(structure.streams) == (entry.name not in WHOLE)
     if structure.streams:
-        check(entry, structure, example, free=False, seed=0, folder=tmp_path)
+        check(entry.name, made, structure, example, free=False, seed=0, folder=tmp_path)
     if structure.writers:
-        check(entry, structure, example, free=True, seed=1, folder=tmp_path)
+        check(entry.name, made, structure, example, free=True, seed=1, folder=tmp_path)

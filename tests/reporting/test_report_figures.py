@@ -132,7 +132,7 @@ def test_csv_keeps_names_and_numbers():
 
 def test_a_missing_renderer_is_named_and_the_rest_is_there(run, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "resvg_py", None)
-    with pytest.raises(ConfigError, match=r"pip install spalier\[report\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'spalier\[report\]'"):
         export(run[1][:2], tmp_path)
     assert len(list(tmp_path.glob("*.svg"))) == len(list(tmp_path.glob("*.csv"))) == 2
 

@@ -176,7 +176,7 @@ def test_a_missing_library_is_named(library, words, hostile, tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ConfigError) as error:
         report(hostile[1], tmp_path / "page.html")
-    assert f"pip install {words}" in str(error.value)
+    assert f"pip install '{words}'" in str(error.value)
     assert not (tmp_path / "page.html").exists()
 
 

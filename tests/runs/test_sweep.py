@@ -178,7 +178,7 @@ def test_a_sweep_that_is_going_on_is_left_alone(tmp_path):
 
 def test_ray_that_is_missing_gives_the_line_that_helps(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install spalier\[ray\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'spalier\[ray\]'"):
         Sweep(quick(), over={"seed": [0]}).run(tmp_path / "sweep", place="ray", progress=False)
 
 

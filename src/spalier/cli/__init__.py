@@ -12,5 +12,5 @@ def entry() -> None:
     except ModuleNotFoundError as error:
         if error.name != "click":
             raise
-        sys.exit("spalier: the command line needs click, which is not installed; pip install spalier[cli]")
+        sys.exit("spalier: the command line needs click, which is not installed; pip install 'spalier[cli]'")
     sys.exit(main())

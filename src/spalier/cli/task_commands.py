@@ -262,7 +262,7 @@ def _export(net: nn.Module, example: Tensor, out: Path) -> tuple[float, int]:
         try:
             found = logits_of(write(net, example, draft)(example))
         except ImportError as error:
-            raise NetworkError(f"{runtime} is not installed ({error}); pip install {package}") from error
+            raise NetworkError(f"{runtime} is not installed ({error}); pip install '{package}'") from error
         except Exception as error:  # exporters raise kinds of their own for whatever a network does
             words = " ".join(str(error).split())[:300]
             raise NetworkError(

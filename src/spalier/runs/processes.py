@@ -255,9 +255,10 @@ class Progress:
         self.stream = stream or sys.stderr
         self.start = time.monotonic()
         self.bar: Any = None
-        if shown and self.stream.isatty():
-            tqdm = import_optional("tqdm", "progress bars").tqdm
-            self.bar = tqdm(total=total, initial=done, unit="step", file=self.stream, dynamic_ncols=True)
+        # Asked for now: a run that shows nothing does without it, and no other gets far without it.
+        self.tqdm = import_optional("tqdm", "showing progress").tqdm if shown else None
+        if self.tqdm is not None and self.stream.isatty():
+            self.bar = self.tqdm(total=total, initial=done, unit="step", file=self.stream, dynamic_ncols=True)
 
     def step(self, what: str, loss: float) -> None:
         """Count one more step."""
@@ -276,10 +277,10 @@ class Progress:
 
     def _left(self) -> str:
         done, left = self.done - self.begun, self.total - self.done
-        if not done or left <= 0:
+        if self.tqdm is None or not done or left <= 0:
             return ""
         seconds = (time.monotonic() - self.start) / done * left
-        return f", {import_optional('tqdm', 'progress').tqdm.format_interval(seconds)} left"
+        return f", {self.tqdm.format_interval(seconds)} left"
 
     def close(self) -> None:
         """Take the bar away."""
