@@ -77,9 +77,9 @@ TASKS_LAYERS = [
 ]
 RUNS_LAYERS = [
     {"settings"},
-    {"checkpoint", "step"},
+    {"checkpoint"},
     {"processes"},
-    {"evaluation"},
+    {"learning"},
     {"engine"},
     {"run"},
     {"sweep"},

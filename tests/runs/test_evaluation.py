@@ -14,7 +14,7 @@ import spalier as sp
 from spalier.criteria.score import score
 from spalier.data import open_data
 from spalier.pruning.plan import Plan
-from spalier.runs.evaluation import _counts, example_images, score_histograms
+from spalier.runs.learning import _counts, example_images, score_histograms
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ def test_every_way(tmp_path, changes):
 
 
 def test_no_decay_on_norms_by_choice():
-    from spalier.runs.step import make_optimizer
+    from spalier.runs.learning import make_optimizer
 
     net = Small()
     sp.attach_(net, sp.SPLoRA(2), head="fc")

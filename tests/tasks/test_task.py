@@ -17,8 +17,7 @@ from trained import EXAMPLE, DigitNet, batches, train_, trained
 import spalier as sp
 from spalier.adapters.attachment import attachment_of
 from spalier.errors import AttachmentError, ConfigError, NonFiniteError, PlanError, TaskFileError
-from spalier.tasks.base import forget_digests
-from spalier.tasks.format import KEY
+from spalier.tasks.format import KEY, forget_digests
 from spalier.tasks.table import LowRank, Table
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from spalier.data import Data
-    from spalier.runs.evaluation import Evaluation
+    from spalier.runs.learning import Evaluation
     from spalier.tasks import Task
 
 EVAL_BATCH_SIZE = 256
@@ -246,7 +246,7 @@ def _evaluate(net: nn.Module, data: Data, part: str) -> Evaluation:
     import torch
 
     from spalier.data import Loader
-    from spalier.runs.evaluation import evaluate
+    from spalier.runs.learning import evaluate
 
     samples = getattr(data, part)
     if samples is None:

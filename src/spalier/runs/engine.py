@@ -26,9 +26,9 @@ from spalier.networks import logits_of
 from spalier.pruning.plan import Plan
 from spalier.pruning.prune import prune_
 from spalier.pruning.recovery import Recovery
-from spalier.runs import evaluation, step
+from spalier.runs import learning
 from spalier.runs.checkpoint import Checkpoint, Position, RunFolder, load_checkpoint, save_checkpoint
-from spalier.runs.evaluation import Evaluation, evaluate
+from spalier.runs.learning import Evaluation, evaluate
 from spalier.runs.processes import Machine, Progress, StopSignals, sum_gradients_, sum_over_ranks
 from spalier.runs.settings import Settings, seed_of
 from spalier.selecting import select
@@ -51,7 +51,7 @@ class Engine:
         self, config: Settings, folder: RunFolder, net: nn.Module, head: str, data: Data, machine: Machine
     ) -> None:
         self.config, self.folder, self.net, self.head = config, folder, net, head
-        self.data, self.machine, self.base_digest = data, machine, step.digest(net)
+        self.data, self.machine, self.base_digest = data, machine, learning.digest(net)
         self.targets = config.targets()
         self.example = torch.zeros(2, *data.shape, device=machine.device)
         self.batch_size = config.batch_size
@@ -67,7 +67,7 @@ class Engine:
         self.position = Position(phase="finish" if config.start_task else "train")
         self.rows: list[dict[str, Any]] = []
         self.loss_sum = 0.0
-        self.average: step.Average | None = None
+        self.average: learning.Average | None = None
         self.best: float | None = None
         self.best_values: dict[str, Tensor] = {}
         self.plan: Plan | None = None
@@ -104,7 +104,7 @@ class Engine:
         torch.manual_seed(seed_of(self.config.seed, "adapters"))
         if self.config.start_task is not None:
             start = Task.load(self.config.start_task)
-            evaluation.check_start_task(self.config, start)
+            learning.check_start_task(self.config, start)
             start.apply_(self.net, example=self.example)
         else:
             attach_(self.net, self.config.make_adapter(), head=self.head, example=self.example)
@@ -132,7 +132,7 @@ class Engine:
         if checkpoint.plan is not None:
             self.plan = Plan(structure_of(self.net, None), **checkpoint.plan)
         self.begin_block()
-        step.restore_optimizer_(self.optimizer, self.net, checkpoint.part("optimizer"))
+        learning.restore_optimizer_(self.optimizer, self.net, checkpoint.part("optimizer"))
         if checkpoint.scaler is not None and self.machine.scaler is not None:
             self.machine.scaler.load_state_dict(checkpoint.scaler)
         if self.average is not None and checkpoint.part("average"):
@@ -145,10 +145,10 @@ class Engine:
 
     def begin_block(self, optimizer: Optimizer | None = None) -> None:
         """Set up what a block trains with: the memory layout, the optimizer, the moving average."""
-        step.set_memory_format_(self.net, self.machine.channels_last)
-        self.optimizer = optimizer or step.make_optimizer(self.config, self.net)
+        learning.set_memory_format_(self.net, self.machine.channels_last)
+        self.optimizer = optimizer or learning.make_optimizer(self.config, self.net)
         if self.config.ema_decay is not None:
-            self.average = step.Average(self.net, self.config.ema_decay)
+            self.average = learning.Average(self.net, self.config.ema_decay)
 
     # training
 
@@ -171,14 +171,14 @@ class Engine:
         # dropout draws from here: a function of the step, so that a run which goes on draws the same
         torch.manual_seed(seed_of(self.config.seed, "step", self.position.step, self.machine.rank))
         images, labels = self.to_device(images), labels.to(self.machine.device)
-        step.set_lr_(self.optimizer, self._lr(self.position.batch))
+        learning.set_lr_(self.optimizer, self._lr(self.position.batch))
         with self.machine.autocast(), self.machine.synced_norms():
             logits = logits_of(self.net(images))
         loss = self.loss(logits, images, labels) / self.batch_size
         self.machine.accelerator.backward(loss)
         # the wish to stop travels with the gradients, so that all processes stop after the same step
         signalled = float(self.signals.received is not None)
-        parameters = step.learned_parameters(self.net).values()
+        parameters = learning.learned_parameters(self.net).values()
         value, stop = sum_gradients_(parameters, [float(loss.detach()), signalled])
         if not np.isfinite(value):
             raise self._not_finite(f"the loss is {value}")
@@ -199,14 +199,14 @@ class Engine:
         if self.teacher is not None:
             with torch.no_grad(), self.machine.autocast():
                 taught = logits_of(self.teacher(images))
-        return step.training_loss(self.config, logits, labels, taught)
+        return learning.training_loss(self.config, logits, labels, taught)
 
     def _lr(self, batch: int) -> float:
         per_epoch = len(self.loader)
         done = self.position.epoch * per_epoch + batch
         steps = self.config.epochs_of(self.position.block) * per_epoch
         warmup = self.config.warmup_epochs * per_epoch
-        return self.config.initial_lr * step.lr_factor(self.config.lr_schedule, done, steps, warmup)
+        return self.config.initial_lr * learning.lr_factor(self.config.lr_schedule, done, steps, warmup)
 
     def _end_epoch(self) -> None:
         at = self.position
@@ -230,13 +230,13 @@ class Engine:
         """The accuracy of the network now, or of its average; the best values are kept where that is asked for."""
         if self.data.validation is None:
             return None
-        now = step.values_of(self.net)
+        now = learning.values_of(self.net)
         if self.average is not None:
-            step.set_values_(self.net, self.average.values)
+            learning.set_values_(self.net, self.average.values)
         accuracy = self.evaluate(self.net, self.data.validation).accuracy
         if self.config.keep_best and (self.best is None or accuracy > self.best):
-            self.best, self.best_values = accuracy, step.values_of(self.net)
-        step.set_values_(self.net, now)
+            self.best, self.best_values = accuracy, learning.values_of(self.net)
+        learning.set_values_(self.net, now)
         self.net.train()
         return accuracy
 
@@ -245,10 +245,10 @@ class Engine:
     def finish(self) -> None:
         """End a block: what was learned becomes a task file and a row."""
         if self.best_values:
-            step.set_values_(self.net, self.best_values)
+            learning.set_values_(self.net, self.best_values)
         elif self.average is not None and self.position.epoch:
-            step.set_values_(self.net, self.average.values)
-        for name, parameter in step.learned_parameters(self.net).items():
+            learning.set_values_(self.net, self.average.values)
+        for name, parameter in learning.learned_parameters(self.net).items():
             if not bool(torch.isfinite(parameter).all()):
                 raise self._not_finite(f"{name} has become NaN or infinite")
         if self.position.block == 0 and self.config.teacher == "self":
@@ -258,7 +258,7 @@ class Engine:
         self.folder.log({"kind": "block", **row})
         numbers = {f"block/{name}": value for name, value in row.items() if isinstance(value, float)}
         self.machine.log(numbers, self.position.step)
-        self.progress.line(evaluation.row_in_words(row))
+        self.progress.line(learning.row_in_words(row))
         self.best, self.best_values, self.plan = None, {}, None
         if self.position.block == len(self.targets):
             self.position = self.position.replace(phase="done")
@@ -269,7 +269,7 @@ class Engine:
     def make_row(self) -> dict[str, Any]:
         """Write a task file of what was learned, and measure it."""
         plain = fuse(self.net).eval()
-        step.set_memory_format_(plain, self.machine.channels_last)
+        learning.set_memory_format_(plain, self.machine.channels_last)
         splits = {"validation": self.data.validation, "test": self.data.test}
         seen = {name: self.evaluate(plain, split) for name, split in splits.items() if split is not None}
         names = {"validation": "validation", "test": "accuracy"}  # as task files have them
@@ -278,13 +278,13 @@ class Engine:
             Store(self.folder.tasks).add(task, overwrite=True)
         file = self.folder.tasks / f"{task.name}{SUFFIX}"
         at = self.position
-        target = self.targets[at.block - 1] if at.block else evaluation.share_left(task, self.config.budget)
-        row = evaluation.block_row(at, target, task, seen) | {
+        target = self.targets[at.block - 1] if at.block else learning.share_left(task, self.config.budget)
+        row = learning.block_row(at, target, task, seen) | {
             "bytes": file.stat().st_size if self.machine.is_first else 0,
-            "latency_ms": evaluation.latency_ms(plain, self.example[:1]),
+            "latency_ms": learning.latency_ms(plain, self.example[:1]),
             "seconds": self._seconds(),
         }
-        details = evaluation.block_details(row, self.data.classes, seen, self.plan)
+        details = learning.block_details(row, self.data.classes, seen, self.plan)
         details["examples"] = self._write_examples(plain)
         self.folder.write_json(self._block_file(".json"), details)
         return row
@@ -309,7 +309,7 @@ class Engine:
             return None
         self._seed("examples")
         with self.machine.autocast():
-            found = evaluation.example_images(plain, split, self.to_device, self.batch_size)
+            found = learning.example_images(plain, split, self.to_device, self.batch_size)
         if found is None:
             return None
         self.folder.write(self._block_file(".png"), found[1])
@@ -347,11 +347,9 @@ class Engine:
         self._seed("score")
         samples = self._samples(self.config.score_samples, shared=True)
         criterion = self.config.make_criterion(self.position.block)
-        scores = score(self.net, samples, criterion, loss=step.mean_loss)
+        scores = score(self.net, samples, criterion, loss=learning.mean_loss)
         self.plan = self.select_plan(scores, self.targets[self.position.block - 1])
-        self.folder.write_json(
-            self._block_file(".scores.json"), evaluation.score_histograms(scores, self.plan)
-        )
+        self.folder.write_json(self._block_file(".scores.json"), learning.score_histograms(scores, self.plan))
         self.position = self.position.replace(phase="prune")
         self.save()
 
@@ -377,14 +375,14 @@ class Engine:
         self.position = self.position.replace(phase="train")
         self.save()
 
-    def _samples(self, count: int, *, shared: bool) -> step.Samples:
+    def _samples(self, count: int, *, shared: bool) -> learning.Samples:
         """Training samples that are not augmented; all of them in every process, or each process its share."""
         generator = np.random.default_rng(seed_of(self.config.seed, "samples", self.position.block))
         chosen = generator.permutation(len(self.data.train))[:count]
         if shared:
             chosen = chosen[self.machine.rank :: self.machine.world_size]
         teacher = self.teacher if not self.config.labels else None
-        return step.Samples(self.data.train, chosen, self.batch_size, self.to_device, teacher)
+        return learning.Samples(self.data.train, chosen, self.batch_size, self.to_device, teacher)
 
     # the teacher
 
@@ -401,7 +399,7 @@ class Engine:
 
     def _set_teacher(self, teacher: nn.Module) -> None:
         self.teacher = teacher.eval().requires_grad_(False)
-        step.set_memory_format_(self.teacher, self.machine.channels_last)
+        learning.set_memory_format_(self.teacher, self.machine.channels_last)
 
     def _teacher_digest(self) -> str:
         if self.config.teacher in (None, "self"):
@@ -414,7 +412,7 @@ class Engine:
         """Write a checkpoint. Other processes have nothing that the first one does not have."""
         if self.machine.is_first:
             tensors = {
-                "optimizer": step.optimizer_state(self.optimizer, self.net),
+                "optimizer": learning.optimizer_state(self.optimizer, self.net),
                 "average": {} if self.average is None else self.average.values,
                 "best": self.best_values,
             }
@@ -429,7 +427,7 @@ class Engine:
                 metrics=self.folder.flush_metrics(),
                 loss=self.loss_sum,
                 best=self.best,
-                plan=None if self.plan is None else evaluation.plan_to_dict(self.plan),
+                plan=None if self.plan is None else learning.plan_to_dict(self.plan),
                 rows=self.rows,
                 seconds=self._seconds(),
                 scaler=None if scaler is None else scaler.state_dict(),

@@ -25,9 +25,9 @@ from spalier.errors import AttachmentError, ConfigError, RunError, SpalierError
 from spalier.networks import head_of, logits_of, open_network
 from spalier.runs.checkpoint import RunFolder
 from spalier.runs.engine import Engine
+from spalier.runs.learning import digest
 from spalier.runs.processes import Machine
 from spalier.runs.settings import Settings
-from spalier.runs.step import digest
 from spalier.tasks import Store, Task
 from spalier.text import table
 

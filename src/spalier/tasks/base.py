@@ -1,28 +1,21 @@
-"""A base as building sees it: its tensors, their digests, and a quick way to copy its modules around other tensors.
-
-A task names its base by two digests: one of the architecture, one of the values that the task takes from it. Norms and
-heads that a task has of its own do not count, so networks for 10 and for 1,000 classes are the same base.
-"""
+"""A base as building sees it: its tensors, and a quick way to copy its modules around other tensors."""
 
 from __future__ import annotations
 
 import copy
 import enum
-import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, NoneType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from spalier.adapters.geometry import (
-    Described,
     Geometry,
     described,
     first_names,
@@ -31,68 +24,11 @@ from spalier.adapters.geometry import (
     tensors_of,
 )
 from spalier.errors import SpalierError, TaskFileError
-from spalier.tasks.format import quoted
+from spalier.tasks.format import architecture_digest, quoted, summary_of, values_digest, version_of
 from spalier.tasks.table import Table
-from spalier.tasks.task import largest
 
 NUMPY_DTYPES = (torch.float32, torch.float64)
 """Weights of these dtypes can be built in numpy, whose calls cost a third of PyTorch's."""
-
-
-def architecture_digest(modules: Iterable[Described], ties: Mapping[str, str], heads: Collection[str]) -> str:
-    """Of modules in their order, with class and settings, and of all tensors' names with those that are tied."""
-    digest = hashlib.sha256()
-    for module in modules:
-        settings = "" if module.path in heads else module.settings
-        digest.update(f"{module.path}\t{module.kind}\t{settings}\n".encode())
-    for name, first in ties.items():
-        if name.rpartition(".")[0] not in heads:
-            digest.update(f"{name}\t{first}\n".encode())
-    return digest.hexdigest()
-
-
-def values_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Of the tensors that a task takes from its base, by their first names."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        digest.update(f"{name}\t{dtype}\t{list(tensor.shape)}\t{_summary(tensor).digest}\n".encode())
-    return digest.hexdigest()
-
-
-class _Summary(NamedTuple):
-    """What was found out about a tensor's values."""
-
-    digest: str
-    largest: float
-    version: tuple[int, int] | None
-
-
-_SUMMARIES: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def _summary(tensor: Tensor) -> _Summary:
-    """The digest of a tensor's values, remembered until PyTorch counts a write to it."""
-    version = _version(tensor)
-    found: _Summary | None = _SUMMARIES.get(tensor)
-    if version is not None and found is not None and found.version == version:
-        return found
-    flat = tensor.detach().cpu().contiguous().flatten()
-    digest = hashlib.sha256(flat.view(torch.uint8).numpy().data if flat.numel() else b"").hexdigest()
-    made = _Summary(digest, largest(tensor), version)
-    if version is not None:
-        _SUMMARIES[tensor] = made
-    return made
-
-
-def _version(tensor: Tensor) -> tuple[int, int] | None:
-    """What changes with every write to a tensor that PyTorch counts; None where it counts none."""
-    return None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
-
-
-def forget_digests() -> None:
-    """Look at all values again: whoever writes through ``.data`` or numpy goes past PyTorch's count of writes."""
-    _SUMMARIES.clear()
 
 
 @dataclass(frozen=True)
@@ -116,7 +52,7 @@ class Weight:
 
 def _weight(tensor: Tensor, geometry: Geometry) -> Weight:
     limit = torch.finfo(tensor.dtype).max / 2  # far enough from overflow for any rounding
-    found = Weight(geometry, _summary(tensor).largest, limit)
+    found = Weight(geometry, summary_of(tensor).largest, limit)
     channels_last = tensor.dim() == 4 and not tensor.is_contiguous()
     laid = tensor.detach().permute(0, 2, 3, 1) if channels_last else tensor.detach()
     is_plain = geometry.groups == 1 and not geometry.inputs_first and laid.is_contiguous()
@@ -175,7 +111,7 @@ class Base:
     def values_without(self, own: frozenset[str]) -> str:
         """The digest of the values that a task takes which has these tensors of its own."""
         taken = {name: tensor for name, tensor in self.tensors.items() if name not in own}
-        versions = [_version(tensor) for tensor in taken.values()]
+        versions = [version_of(tensor) for tensor in taken.values()]
         if own not in self._values or None in versions or self._values[own][0] != versions:
             self._values[own] = versions, values_digest(taken)
             self._weights = {}

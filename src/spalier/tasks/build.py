@@ -27,9 +27,9 @@ from spalier.pruning.modules import (
     spread_output,
 )
 from spalier.tasks.base import NUMPY_DTYPES, Base, Weight
-from spalier.tasks.format import quoted
+from spalier.tasks.format import largest, quoted
 from spalier.tasks.table import Cut, Ints, LowRank, Pointwise, Table
-from spalier.tasks.task import Task, largest, matrices, own_tensors
+from spalier.tasks.task import Task, matrices, own_tensors
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from spalier.pruning.plan import PRUNED_MARK, Kept, kept_of
 from spalier.pruning.prune import cut
 from spalier.structure.structure import Structure
 from spalier.tasks import table
-from spalier.tasks.base import architecture_digest, values_digest
+from spalier.tasks.format import architecture_digest, values_digest
 from spalier.tasks.table import Placement, Row, Source, Table, Writer
 from spalier.tasks.task import Density, Fingerprint, Task, TaskInfo
 

@@ -1,22 +1,28 @@
-"""The outer layers of a task file: names, text, strict JSON, and the safetensors container around all of it.
+"""The outer layers of a task file: names, text, strict JSON, the safetensors container, and the digests of its base.
 
 A container is a length, a JSON header, and tensors that fill the rest of the file exactly. docs/task-format.md
 specifies all of it. Files come from strangers: everything is checked before it is used, and before memory is taken.
+
+A task names its base by two digests: one of the architecture, one of the values that the task takes from it. Norms and
+heads that a task has of its own do not count, so networks for 10 and for 1,000 classes are the same base.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
 import struct
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+from spalier.adapters.geometry import Described
 from spalier.errors import TaskFileError
 from spalier.files import read_exactly
 
@@ -279,3 +285,70 @@ def pack(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes
             "text", f"the description has {len(text):,} bytes, expected at most {MAX_HEADER:,}; shorten it"
         )
     return b"".join([struct.pack("<Q", len(text)), text, *parts])
+
+
+# -- which base a task belongs to
+
+
+def architecture_digest(modules: Iterable[Described], ties: Mapping[str, str], heads: Collection[str]) -> str:
+    """Of modules in their order, with class and settings, and of all tensors' names with those that are tied."""
+    digest = hashlib.sha256()
+    for module in modules:
+        settings = "" if module.path in heads else module.settings
+        digest.update(f"{module.path}\t{module.kind}\t{settings}\n".encode())
+    for name, first in ties.items():
+        if name.rpartition(".")[0] not in heads:
+            digest.update(f"{name}\t{first}\n".encode())
+    return digest.hexdigest()
+
+
+def values_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Of the tensors that a task takes from its base, by their first names."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        digest.update(f"{name}\t{dtype}\t{list(tensor.shape)}\t{summary_of(tensor).digest}\n".encode())
+    return digest.hexdigest()
+
+
+class Summary(NamedTuple):
+    """What was found out about a tensor's values."""
+
+    digest: str
+    largest: float
+    version: tuple[int, int] | None
+
+
+_KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def summary_of(tensor: Tensor) -> Summary:
+    """The digest of a tensor's values, remembered until PyTorch counts a write to it."""
+    version = version_of(tensor)
+    found: Summary | None = _KNOWN.get(tensor)
+    if version is not None and found is not None and found.version == version:
+        return found
+    flat = tensor.detach().cpu().contiguous().flatten()
+    digest = hashlib.sha256(flat.view(torch.uint8).numpy().data if flat.numel() else b"").hexdigest()
+    made = Summary(digest, largest(tensor), version)
+    if version is not None:
+        _KNOWN[tensor] = made
+    return made
+
+
+def version_of(tensor: Tensor) -> tuple[int, int] | None:
+    """What changes with every write to a tensor that PyTorch counts; None where it counts none."""
+    return None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
+
+
+def forget_digests() -> None:
+    """Look at all values again: whoever writes through ``.data`` or numpy goes past PyTorch's count of writes."""
+    _KNOWN.clear()
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest absolute value; NaN or infinite where one of them is."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return 0.0
+    low, high = (float(end) for end in torch.aminmax(tensor.detach()))
+    return math.nan if math.isnan(low + high) else max(abs(low), abs(high))

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from spalier import files
 from spalier.errors import ConfigError, TaskFileError
-from spalier.tasks.base import Base, forget_digests
+from spalier.tasks.base import Base
 from spalier.tasks.build import build
-from spalier.tasks.format import SUFFIX, check_name
+from spalier.tasks.format import SUFFIX, check_name, forget_digests
 from spalier.tasks.task import STORAGES, Storage, Task, TaskInfo
 from spalier.text import first_few, printable, table
 

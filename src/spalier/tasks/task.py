@@ -28,6 +28,7 @@ from spalier.tasks.format import (
     check_plain,
     check_text,
     is_sizes,
+    largest,
     pack,
     quoted,
     unpack,
@@ -482,14 +483,6 @@ def own_tensors(task: Task, source: Literal["values", "integers"], flat: Tensor)
         return iter(flat.unbind())
     parts = flat.split([math.prod(shape) for shape in shapes])
     return iter([p if len(s) == 1 else p.view(s) for p, s in zip(parts, shapes, strict=True)])
-
-
-def largest(tensor: Tensor) -> float:
-    """The largest absolute value; NaN or infinite where one of them is."""
-    if not tensor.numel() or not tensor.is_floating_point():
-        return 0.0
-    low, high = (float(end) for end in torch.aminmax(tensor.detach()))
-    return math.nan if math.isnan(low + high) else max(abs(low), abs(high))
 
 
 def _plain_dict(what: str, value: object) -> dict[str, Any]:
