@@ -97,9 +97,7 @@ def install(extra: str) -> None:
     if not PYTHON.exists():
         print(f"making a virtual environment in {VENV.name}", flush=True)
         subprocess.check_call([sys.executable, "-m", "venv", str(VENV)])
-    print(
-        f"installing spalier[{extra}] at the pinned versions; the first time takes a few minutes", flush=True
-    )
+    print(f"installing spalier[{extra}] at the pinned versions; the first time takes a few minutes", flush=True)
     constraints = ROOT / "constraints.txt"
     environment = {**os.environ, "PIP_CONSTRAINT": str(constraints), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     subprocess.check_call(
@@ -120,8 +118,6 @@ if __name__ == "__main__":
     try:
         raise SystemExit(main(sys.argv[1:]))
     except subprocess.CalledProcessError as error:
-        raise SystemExit(
-            f"dev.py: {' '.join(error.cmd[:4])} ... failed with exit code {error.returncode}"
-        ) from None
+        raise SystemExit(f"dev.py: {' '.join(error.cmd[:4])} ... failed with exit code {error.returncode}") from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

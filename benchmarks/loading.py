@@ -131,9 +131,7 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="interleaved batches and steps")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -152,9 +150,7 @@ def main() -> None:
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(report, indent=1) + "\n")
-    print(
-        show(report) + f"\nan epoch's start: {statistics.median(start):.1f} ms\nwritten to {options.output}"
-    )
+    print(show(report) + f"\nan epoch's start: {statistics.median(start):.1f} ms\nwritten to {options.output}")
 
 
 if __name__ == "__main__":

@@ -85,8 +85,7 @@ def train_(net: nn.Module, data: Images, epochs: float, lr: float, seed: int) ->
 def accuracy(net: nn.Module, data: Images) -> float:
     net.eval()
     right: int = sum(
-        (net(x).argmax(1) == y).sum().item()
-        for x, y in zip(data[0].split(500), data[1].split(500), strict=True)
+        (net(x).argmax(1) == y).sum().item() for x, y in zip(data[0].split(500), data[1].split(500), strict=True)
     )
     return round(100 * right / len(data[1]), 2)
 
@@ -134,14 +133,10 @@ def one_shot(net: nn.Module, batches: list[Any], test: Images) -> dict[str, Any]
     return found
 
 
-def gradual(
-    net: nn.Module, batches: list[Any], data: Images, test: Images, seed: int, epochs: float
-) -> dict[str, Any]:
+def gradual(net: nn.Module, batches: list[Any], data: Images, test: Images, seed: int, epochs: float) -> dict[str, Any]:
     """Nine steps of ten percent; accuracy at some of them."""
     found: dict[str, Any] = {}
-    for name in (
-        ("nothing", "norms, adapters, head") if epochs else ("nothing", "norms", "norms, adapters, head")
-    ):
+    for name in ("nothing", "norms, adapters, head") if epochs else ("nothing", "norms", "norms, adapters, head"):
         small = copy.deepcopy(net)
         schedule = sp.Schedule(
             "iterative", end=0.1, step_size=0.1, batches=batches, loss=F.cross_entropy,
@@ -159,9 +154,7 @@ def gradual(
 PARTS: tuple[str, ...] = ("criteria", "one_shot", "gradual", "gradual_trained")
 
 
-def run(
-    folder: Path, weights: Path, seed: int, parts: list[str], log: Callable[[str], None]
-) -> dict[str, Any]:
+def run(folder: Path, weights: Path, seed: int, parts: list[str], log: Callable[[str], None]) -> dict[str, Any]:
     torch.manual_seed(seed)
     data, test = images(folder, "data_batch_1", TRAIN), images(folder, "test_batch", TEST)
     net = base(weights)
@@ -214,9 +207,7 @@ def save(output: Path, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=os.environ.get("SPALIER_DATA"))
     parser.add_argument("--weights", type=Path, default=os.environ.get("SPALIER_WEIGHTS"))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))

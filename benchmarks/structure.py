@@ -151,9 +151,7 @@ def half(structure: sp.Structure) -> sp.Plan:
 def best_of_torch_pruning(net: nn.Module, call: Call) -> dict[str, Any]:
     """With numbers of heads, and, if that is not right, without: in some networks the found ones do harm."""
     heads = numbers_of_heads(net)
-    for (
-        module
-    ) in net.modules():  # its examples for timm turn this off: the fused kernel has a scale of its own
+    for module in net.modules():  # its examples for timm turn this off: the fused kernel has a scale of its own
         if hasattr(module, "fused_attn"):
             setattr(module, "fused_attn", False)  # noqa: B010  (no module declares it)
     row = attempt(partial(try_torch_pruning, copy.deepcopy(net), call, True))
@@ -183,9 +181,7 @@ def try_torch_pruning(net: nn.Module, call: Call, with_heads: bool, row: dict[st
     judge(whole, net, survivors, call, row)
 
 
-def judge(
-    whole: nn.Module, pruned: nn.Module, survivors: dict[str, Tensor], call: Call, row: dict[str, Any]
-) -> None:
+def judge(whole: nn.Module, pruned: nn.Module, survivors: dict[str, Tensor], call: Call, row: dict[str, Any]) -> None:
     """Run the pruned network, and compare it with the masked one."""
     row |= {"runs": False, "shape_right": False, "equal": False}
     found = outputs(pruned, call)
@@ -478,9 +474,7 @@ def _lines(value: Any, depth: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ("coverage", "trace", "prune", "table")
     parser.add_argument("parts", nargs="*", choices=parts, default=list(parts))
     parser.add_argument("--networks", nargs="+", default=[], help="only these; the others stay as they are")

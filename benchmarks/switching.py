@@ -61,9 +61,7 @@ def make(density: float, base: nn.Module, structure: Structure) -> tuple[nn.Modu
         for name, buffer in net.named_buffers():
             if name.endswith("num_batches_tracked"):
                 buffer += 1234
-    units = {
-        s.name: torch.randperm(s.size)[: max(1, int(s.size * density))].tolist() for s in structure.streams
-    }
+    units = {s.name: torch.randperm(s.size)[: max(1, int(s.size * density))].tolist() for s in structure.streams}
     plan = sp.Plan(structure, units)
     sp.prune_(net, plan, check=False)
     return net.eval(), plan
@@ -134,17 +132,13 @@ def switch_row(
         store.add(task, each)
     learned = {key: value for key, value in net.state_dict().items() if _is_learned(net, key)}
     save_file(learned, folder / "naive.safetensors")
-    switcher = sp.Switcher(
-        base, store, limit=0
-    )  # keeps the active network only, so each activation is a cold one
+    switcher = sp.Switcher(base, store, limit=0)  # keeps the active network only, so each activation is a cold one
     warm = sp.Switcher(base, store)
     source, target = torch.ones(1 << 24), torch.ones(1 << 24)
     turn = iter(range(10**9))
     runs: dict[str, Run] = {
         "Spalier": lambda: switcher.activate("ab"[next(turn) % 2]),
-        "Spalier, first of its kind": lambda: first_of_its_kind(
-            lambda: switcher.activate("ab"[next(turn) % 2])
-        ),
+        "Spalier, first of its kind": lambda: first_of_its_kind(lambda: switcher.activate("ab"[next(turn) % 2])),
         "Task.load and build": lambda: sp.Task.load(store.path("a")).build(base),
         "naive": lambda: naive(base, plan, folder / "naive.safetensors"),
         "PEFT, load_adapter": peft.load,
@@ -261,9 +255,7 @@ def inference(kinds: list[str], batches: list[int], repeats: int) -> list[dict[s
         nets[f"{density:.0%}, folded"] = task.build(base, fold=True)
     rows = []
     for kind in kinds:
-        chosen = {
-            n: net for n, net in nets.items() if kind == "eager" or "," not in n
-        }  # each compiles for a minute
+        chosen = {n: net for n, net in nets.items() if kind == "eager" or "," not in n}  # each compiles for a minute
         for batch in batches:
             rows.append(speed_row(kind, batch, chosen, repeats))
             print(json.dumps(rows[-1]), flush=True)
@@ -371,9 +363,7 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--part", choices=["switching", "inference", "all"], default="all")
     parser.add_argument("--backends", nargs="*", default=["eager", "compiled", "onnxruntime"])

@@ -262,9 +262,7 @@ def ratios(times: Times, saved: dict[str, int]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--repeats", type=int, default=21, help="interleaved steps of each contender")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -305,9 +303,7 @@ def markdown(report: dict[str, Any]) -> str:
     lines = ["| network | " + " | ".join(columns.values()) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, row in report["rows"].items():
         numbers = " | ".join(f"{row['ratios'][key]:.2f}" for key in columns)
-        lines.append(
-            f"| {name.split('-batch')[0].removesuffix('-contiguous')}: {row['described']} | {numbers} |"
-        )
+        lines.append(f"| {name.split('-batch')[0].removesuffix('-contiguous')}: {row['described']} | {numbers} |")
     return "\n".join(lines)
 
 

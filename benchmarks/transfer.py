@@ -49,9 +49,7 @@ class Block(nn.Module):
         self.bn1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(outputs)
-        self.shortcut = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-        )
+        self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
@@ -240,9 +238,7 @@ def markdown(results: dict[str, Any], part: str) -> str:
         return _masks_table(results["masks"])
     if part == "accuracy":
         ways = {"shrinking": "physical", "masked": "masked"}
-        return _table(
-            [{way: run[key]["test"] for way, key in ways.items()} for run in results["accuracy"]], "network"
-        )
+        return _table([{way: run[key]["test"] for way, key in ways.items()} for run in results["accuracy"]], "network")
     return _table(results["teaching"], "learned from")
 
 
@@ -280,9 +276,7 @@ def save(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("masks", "accuracy", "teaching"), default="masks")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     options = parser.parse_args()

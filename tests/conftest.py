@@ -48,9 +48,7 @@ NEEDS = {
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--require", action="append", default=[], choices=NEEDS, help="fail at once where this is missing"
-    )
+    parser.addoption("--require", action="append", default=[], choices=NEEDS, help="fail at once where this is missing")
 
 
 def pytest_configure(config):

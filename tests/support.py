@@ -28,10 +28,7 @@ def assert_unchanged(net: nn.Module, before: dict[str, object]) -> None:
     after = snapshot(net)
     for key in before:
         if key == "values":
-            same = (
-                torch.equal(a.nan_to_num(), b.nan_to_num())
-                for a, b in zip(after[key], before[key], strict=True)
-            )
+            same = (torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(after[key], before[key], strict=True))
             assert all(same)
         else:
             assert after[key] == before[key], key

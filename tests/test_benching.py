@@ -201,9 +201,7 @@ def test_a_backend_that_fails_is_a_row_and_the_others_go_on(base, task, monkeypa
         raise RuntimeError("no C++ compiler\nand more")
 
     monkeypatch.setattr(benching, "_compiled", no_compiler)
-    missing = (
-        "onnxruntime is needed for the onnxruntime backend and is not installed; pip install 'spalier[onnx]'"
-    )
+    missing = "onnxruntime is needed for the onnxruntime backend and is not installed; pip install 'spalier[onnx]'"
     known = benching._obstacle
     monkeypatch.setattr(benching, "_obstacle", lambda b, d: missing if b == "onnxruntime" else known(b, d))
     found = bench(base, [task], IMAGE, **{**QUICK, "backends": ("compiled", "onnxruntime", "eager")})

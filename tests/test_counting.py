@@ -112,9 +112,7 @@ class Attention(nn.Module):
     ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",
 )
 def test_macs_of_each_operation(net, shapes, macs, device):
-    example = (
-        (torch.zeros(2, 3, dtype=torch.long),) if shapes is None else tuple(torch.randn(s) for s in shapes)
-    )
+    example = (torch.zeros(2, 3, dtype=torch.long),) if shapes is None else tuple(torch.randn(s) for s in shapes)
     counted = sp.count(net.to(device), tuple(x.to(device) for x in example))
     assert counted.macs == macs
 

@@ -53,9 +53,7 @@ def work(rank, port, results):
         plan = sp.select(net, sp.score(net, part(rank), "taylor", loss=F.cross_entropy), macs=0.5)
         found["plan"] = plan.keep
         sp.prune_(net, plan, recover=part(rank))
-        found["weights"] = [p.sum().item() for p in net.parameters()] + [
-            b.sum().item() for b in net.buffers()
-        ]
+        found["weights"] = [p.sum().item() for p in net.parameters()] + [b.sum().item() for b in net.buffers()]
         try:
             sp.select(net, sp.score(net, criterion=sp.criteria.Random(seed=rank)), channels=0.3)
         except PlanError as error:
@@ -89,6 +87,4 @@ def test_two_processes_agree():
         assert first[name] == second[name]
         np.testing.assert_allclose(first[name], alone["layers.1.conv1"], rtol=2e-3, atol=1e-6)
     plan = sp.select(net, sp.score(net, [(x, y)], "taylor", loss=F.cross_entropy), macs=0.5)
-    assert {name: list(units) for name, units in plan.keep.items()} == {
-        n: list(u) for n, u in first["plan"].items()
-    }
+    assert {name: list(units) for name, units in plan.keep.items()} == {n: list(u) for n, u in first["plan"].items()}

@@ -147,9 +147,7 @@ def test_the_head_of_every_picture_classifier_of_the_zoo():
     assert min(seen.values()) > 15
 
 
-@pytest.mark.parametrize(
-    "name", ["deit_tiny_distilled_patch16_224", "levit_128s", "crossvit_9_240", "repvit_m1"]
-)
+@pytest.mark.parametrize("name", ["deit_tiny_distilled_patch16_224", "levit_128s", "crossvit_9_240", "repvit_m1"])
 def test_several_heads_are_for_the_caller_to_name(name):
     options = {} if "levit" not in name else {"distilled": True}
     with torch.device("meta"):

@@ -49,9 +49,7 @@ def test_notebooks_are_committed_without_outputs(path):
 
 def test_the_first_task_is_learned_pruned_and_built_again(tmp_path):
     values = ("adapted", "taylor", "chance", "recovered", "pruned", "difference", "len(store)")
-    adapted, taylor, chance, recovered, pruned, difference, count = executed(
-        "first_task.ipynb", tmp_path, *values
-    )
+    adapted, taylor, chance, recovered, pruned, difference, count = executed("first_task.ipynb", tmp_path, *values)
     assert adapted > 0.85
     assert taylor > chance
     assert recovered > taylor

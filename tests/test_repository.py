@@ -151,9 +151,7 @@ def public_surface() -> str:
             if not n.startswith("_") and getattr(v, "__module__", "") == module.__name__
         ]
         lines += [
-            line
-            for name in sorted(names)
-            for line in _describe(f"{module.__name__}.{name}", getattr(module, name))
+            line for name in sorted(names) for line in _describe(f"{module.__name__}.{name}", getattr(module, name))
         ]
     return "\n".join(lines) + "\n"
 
@@ -165,11 +163,7 @@ def _describe(name: str, value: object) -> list[str]:
         return [f"{name}{inspect.signature(value)}" if callable(value) else name]
     if issubclass(value, Exception):
         return [f"{name}({value.__base__.__name__}) code={value.code!r}"]
-    members = [
-        n
-        for n, v in vars(value).items()
-        if not n.startswith("_") and (callable(v) or isinstance(v, property))
-    ]
+    members = [n for n, v in vars(value).items() if not n.startswith("_") and (callable(v) or isinstance(v, property))]
     return [f"{name}{inspect.signature(value)}", *(f"{name}.{member}" for member in sorted(members))]
 
 

@@ -99,9 +99,7 @@ def test_recovery_is_the_first_move_of_every_step():
 
 def test_it_ends_well_with_training_between_the_steps():
     net = trained()
-    schedule = sp.Schedule(
-        "iterative", end=0.3, step_size=0.35, batches=batches(8), loss=F.cross_entropy, recover=True
-    )
+    schedule = sp.Schedule("iterative", end=0.3, step_size=0.35, batches=batches(8), loss=F.cross_entropy, recover=True)
     for step in range(3):
         schedule.step(net, step / 2)
         train_(net, 2, lr=0.02)

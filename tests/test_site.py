@@ -70,9 +70,7 @@ def test_no_page_asks_anybody_else_for_anything(site):
         assert fetched, page
         assert [address for address in fetched if re.match(r"(https?:)?//", address)] == [], page
     for sheet in site.rglob("*.css"):
-        assert (
-            re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", sheet.read_text(encoding="utf-8")) == []
-        )
+        assert re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", sheet.read_text(encoding="utf-8")) == []
 
 
 def test_every_page_is_in_the_navigation_once():

@@ -31,9 +31,7 @@ class Block(nn.Module):
         self.bn2 = nn.BatchNorm2d(outputs)
         self.shortcut = nn.Sequential()
         if stride > 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x):
         out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
@@ -48,9 +46,7 @@ class DigitNet(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(1, width, 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        self.layers = nn.Sequential(
-            Block(width, width, 1), Block(width, 2 * width, 2), Block(2 * width, 4 * width, 2)
-        )
+        self.layers = nn.Sequential(Block(width, width, 1), Block(width, 2 * width, 2), Block(2 * width, 4 * width, 2))
         self.fc = nn.Linear(4 * width, classes)
 
     def forward(self, x):

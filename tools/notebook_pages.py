@@ -23,9 +23,7 @@ def page(path: Path) -> str:
     """One notebook as Markdown."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     title, *rest = map(_written, cells)
-    note = (
-        f"*This page is `notebooks/{path.name}` of the repository: run it there and look at what it prints.*"
-    )
+    note = f"*This page is `notebooks/{path.name}` of the repository: run it there and look at what it prints.*"
     text = "\n\n".join([title, note, *rest]) + "\n"
     return text.replace("](../docs/", "](../")  # links that hold in the repository hold on the site
 

@@ -105,9 +105,7 @@ def _is_settled(cell: Cell, place: Place, failed: dict[str, str]) -> bool:
         return True
     write(file, record(cell, place, rows))
     if cell.masks == "released":
-        shutil.rmtree(
-            place.work / cell.name / "tasks", ignore_errors=True
-        )  # they cannot tell what was set to zero
+        shutil.rmtree(place.work / cell.name / "tasks", ignore_errors=True)  # they cannot tell what was set to zero
     print(cell.name, ", ".join(f"{row['target']:g}: {row['test']:.1%}" for row in rows), flush=True)
     return True
 

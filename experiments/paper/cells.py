@@ -58,10 +58,7 @@ def experiments(protocol: Protocol) -> dict[str, list[Cell]]:
         "ranks": _ranks,
         "ablation": _ablation,
     }
-    return {
-        name: [cell for seed in protocol.seeds for cell in make(protocol, seed)]
-        for name, make in made.items()
-    }
+    return {name: [cell for seed in protocol.seeds for cell in make(protocol, seed)] for name, make in made.items()}
 
 
 def in_order(found: Mapping[str, Sequence[Cell]]) -> list[Cell]:

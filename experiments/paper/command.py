@@ -79,20 +79,14 @@ def _measured(what: str, place: Place) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ["all", *experiments(protocol_of("mini")), *MEASURES, "page"]
     parser.add_argument("experiment", choices=names)
     parser.add_argument("--scale", choices=["full", "mini"], default="mini")
     parser.add_argument("--data", default=os.environ.get("SPALIER_DATA", "data"), help="folder of data sets")
-    parser.add_argument(
-        "--weights", default=os.environ.get(WEIGHTS, "weights"), help="folder of pretrained weights"
-    )
+    parser.add_argument("--weights", default=os.environ.get(WEIGHTS, "weights"), help="folder of pretrained weights")
     parser.add_argument("--work", default="paper-runs", help="folder for the runs")
-    parser.add_argument(
-        "--results", help="folder for the results of cells; by default results in that of the runs"
-    )
+    parser.add_argument("--results", help="folder for the results of cells; by default results in that of the runs")
     parser.add_argument("--only", nargs="+", default=[], help="only cells whose names contain all of this")
     parser.add_argument("--threads", type=int, default=1, help="threads of this process")
     parser.add_argument("--list", action="store_true", help="name the cells, and run none")

@@ -57,9 +57,7 @@ def theory() -> Figure:
         for i, (label, method, rank) in enumerate(series)
     ]
     x = logarithmic("weights kept", [1e-3, 1.0], text=in_percent)
-    y = logarithmic(
-        "learned, of the whole matrix", [p for line in lines for _, p in line.points], text=in_percent
-    )
+    y = logarithmic("learned, of the whole matrix", [p for line in lines for _, p in line.points], text=in_percent)
     rows: list[list[Cell]] = [
         [label, share**2, learned_share(method, share, rank)]
         for label, method, rank in series
@@ -89,9 +87,7 @@ def _accuracies(found: Found, protocol: Protocol) -> Iterator[Figure]:
         ]
         for figure in accuracy_figures(_report_data(data, cells)) if cells else ():
             if figure.name != "accuracy-latency":  # which is measured in turns elsewhere
-                yield replace(
-                    figure, name=f"{data}-{figure.name}", title=f"{DATA[data]}: {_lower(figure.title)}"
-                )
+                yield replace(figure, name=f"{data}-{figure.name}", title=f"{DATA[data]}: {_lower(figure.title)}")
 
 
 def _lower(title: str) -> str:
@@ -102,9 +98,7 @@ def _report_data(data: str, cells: Sequence[dict[str, Any]]) -> ReportData:
     """What a report would load from the folders of these runs."""
     runs = [Run(cell["cell"], [_task(cell, row) for row in cell["rows"]]) for cell in cells]
     several = len({cell["labels"]["criterion"] for cell in cells}) > 1
-    return ReportData(
-        "folder of runs", data, runs, {}, ["criterion", "learning"] if several else ["learning"]
-    )
+    return ReportData("folder of runs", data, runs, {}, ["criterion", "learning"] if several else ["learning"])
 
 
 def _task(cell: dict[str, Any], row: dict[str, Any]) -> TaskResult:
@@ -164,11 +158,7 @@ def masks(found: Found, protocol: Protocol) -> Figure:
             }
             points = [(d, found.mean(d, measure, **labels)) for d in densities]
             marks += _line(points, f"s{number}", words)
-            rows += [
-                [NAMES[learning], words, in_percent(d), mean.value, mean.deviation]
-                for d, mean in points
-                if mean
-            ]
+            rows += [[NAMES[learning], words, in_percent(d), mean.value, mean.deviation] for d, mean in points if mean]
         drawn.append((NAMES[learning], marks))
     x = logarithmic("channels that count as kept", densities, text=in_percent)
     y = _accuracy_axis(mark for _, marks in drawn for mark in marks)
@@ -185,16 +175,12 @@ def masks(found: Found, protocol: Protocol) -> Figure:
 
 def ablation(found: Found) -> Figure:
     """The paper's figure 4 by rank: accuracy at each density."""
-    found = found.alike(
-        data=["cifar10"], criterion=["taylor"], learning=[f"r{rank}" for rank in RANKS], variant=[""]
-    )
+    found = found.alike(data=["cifar10"], criterion=["taylor"], learning=[f"r{rank}" for rank in RANKS], variant=[""])
     densities = [1.0, 0.5, 0.3, 0.2, 0.1]
     marks: list[Mark] = []
     rows = list[list[Cell]]()
     for number, at in enumerate(densities):
-        points = [
-            (float(r), found.mean(at, data="cifar10", criterion="taylor", learning=f"r{r}")) for r in RANKS
-        ]
+        points = [(float(r), found.mean(at, data="cifar10", criterion="taylor", learning=f"r{r}")) for r in RANKS]
         marks += _line(points, f"s{number}", in_percent(at))
         rows += [[in_percent(at), int(r), mean.value, mean.deviation] for r, mean in points if mean]
     x = Axis("rank", 0.8, 80, tuple((float(r), str(r)) for r in RANKS), log=True)
@@ -210,16 +196,13 @@ def ablation(found: Found) -> Figure:
 
 def worth(found: Found) -> Figure:
     """Accuracy at 10% of the channels against the bytes of the task's file."""
-    found = found.alike(
-        data=["cifar10"], criterion=["taylor"], variant=["", "rank-pruned=0.25", "rank-pruned=0.0625"]
-    )
+    found = found.alike(data=["cifar10"], criterion=["taylor"], variant=["", "rank-pruned=0.25", "rank-pruned=0.0625"])
     kinds: list[tuple[str, str, dict[str, Any]]] = [
         ("centre tap", f"r{rank}", {"learning": f"r{rank}"}) for rank in RANKS
     ]
     kinds += [("whole kernel", f"r{rank}", {"learning": f"r{rank}", "kernel": "full"}) for rank in (1, 2, 8)]
     kinds += [
-        ("r32, components pruned", v, {"learning": "r32", "variant": f"rank-pruned={v}"})
-        for v in ("0.25", "0.0625")
+        ("r32, components pruned", v, {"learning": "r32", "variant": f"rank-pruned={v}"}) for v in ("0.25", "0.0625")
     ]
     kinds += [("fine-pruning", "", {"learning": "fine-pruning"})]
     marks: list[Mark] = []

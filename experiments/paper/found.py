@@ -62,9 +62,7 @@ class Found:
         for cell in self.cells:
             told = {**_PLAIN, **cell["labels"]}
             if all(told[name] in values for name, values in labels.items()):
-                kind = json.dumps(
-                    {name: value for name, value in told.items() if name != "seed"}, sort_keys=True
-                )
+                kind = json.dumps({name: value for name, value in told.items() if name != "seed"}, sort_keys=True)
                 seeds.setdefault(kind, set()).add(told["seed"])
         common = set.intersection(*seeds.values()) if seeds else set()
         return Found([cell for cell in self.cells if cell["labels"]["seed"] in common])

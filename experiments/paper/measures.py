@@ -34,9 +34,7 @@ def counts(place: Place) -> dict[str, Any]:
         for density in (1.0, 0.3, 0.1):
             net = open_network("resnet50", classes=10, weights=weights, stem="cifar")
             given = {name: value for name, value in method.items() if name != "method"}
-            sp.attach_(
-                net, ADAPTERS[method["method"]](**given), head=head_of(net, classes=10), example=example
-            )
+            sp.attach_(net, ADAPTERS[method["method"]](**given), head=head_of(net, classes=10), example=example)
             whole = sp.count(net, example)
             kept: dict[str, float] = {}
             if density < 1:
@@ -93,9 +91,7 @@ def speeds(place: Place, *, steps: int = 8) -> dict[str, Any]:
                 if (c.data, c.labels["learning"], c.seed) == (data, learning, 0)
             )
             config = config_of(cell, place)
-            net = open_network(
-                config.network, classes=CLASSES[data], weights=config.weights, **config.network_options
-            )
+            net = open_network(config.network, classes=CLASSES[data], weights=config.weights, **config.network_options)
             side, batch = cell.before.get("image_size", 32), int(config.batch_size or 1)
             found.append(
                 {

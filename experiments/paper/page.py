@@ -34,9 +34,7 @@ def written(text: str, results: Path, protocol: Protocol) -> str:
 
     there = {match[2] for match in _TABLE.finditer(text)}
     for name in {*TABLES, *_MEASURED} ^ there:
-        raise sp.errors.RunError(
-            "folder", f"the page has tables {sorted(there)}; {name!r} is not one, or is missing"
-        )
+        raise sp.errors.RunError("folder", f"the page has tables {sorted(there)}; {name!r} is not one, or is missing")
     return _TABLE.sub(table, text)
 
 

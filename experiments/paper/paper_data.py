@@ -106,9 +106,7 @@ def _flowers102(folder: Path, side: int) -> tuple[list[str], Labelled, Labelled]
         images = np.concatenate(files[:2])
         return classes, (images, np.array(train._labels + val._labels)), (files[2], np.array(test._labels))
     tables = import_optional("scipy.io", "flowers102", DataError)
-    split, labels = (
-        tables.loadmat(root / f"{name}.mat", squeeze_me=True) for name in ("setid", "imagelabels")
-    )
+    split, labels = (tables.loadmat(root / f"{name}.mat", squeeze_me=True) for name in ("setid", "imagelabels"))
     train_ids = np.concatenate([split["trnid"], split["valid"]])
     test_ids = np.array(json.loads((root / "test_subset.json").read_text())["test_subset"])
     packed = _folder_or_zip(root)
@@ -132,9 +130,7 @@ def _cats_and_dogs(folder: Path, side: int) -> tuple[list[str], Labelled, Labell
 
 
 def _images_in(folder: Any) -> list[Any]:
-    return sorted(
-        (file for file in folder.iterdir() if file.name.endswith(".jpg")), key=lambda file: file.name
-    )
+    return sorted((file for file in folder.iterdir() if file.name.endswith(".jpg")), key=lambda file: file.name)
 
 
 def _folder_or_zip(root: Path) -> Any:

@@ -57,9 +57,7 @@ def main_table(found: Found, protocol: Protocol) -> str:
     return markdown(titles, rows)
 
 
-def _accuracies(
-    found: Found, protocol: Protocol, criterion: str, learning: str, density: float
-) -> Iterator[str]:
+def _accuracies(found: Found, protocol: Protocol, criterion: str, learning: str, density: float) -> Iterator[str]:
     for data in protocol.data:
         yield _cell(found.mean(density, data=data, criterion=criterion, learning=learning))
         yield _stated(papers.accuracy(criterion, learning, density, data))
@@ -107,9 +105,7 @@ def gain_table(found: Found, protocol: Protocol) -> str:
     return markdown(titles, rows)
 
 
-def _gain(
-    found: Found, density: float, data: str, criterion: str, learning: str, **other: Any
-) -> Mean | None:
+def _gain(found: Found, density: float, data: str, criterion: str, learning: str, **other: Any) -> Mean | None:
     """Differences between cells of the same seed."""
     base = _by_seed(found, density, data=data, criterion=criterion, learning="fine-pruning", **other)
     own = _by_seed(found, density, data=data, criterion=criterion, learning=learning, **other)
@@ -142,9 +138,7 @@ def _stated_gain(data: str, criterion: str, learning: str, density: float) -> st
 
 def masks_table(found: Found, protocol: Protocol) -> str:
     """Masks enforced, released, and released but removed in the end."""
-    found = found.alike(
-        data=["cifar10"], criterion=["taylor"], learning=list(METHODS), variant=["", "released"]
-    )
+    found = found.alike(data=["cifar10"], criterion=["taylor"], learning=list(METHODS), variant=["", "released"])
     titles = [
         "learning",
         "channels",
@@ -178,9 +172,7 @@ def released_gains(found: Found, protocol: Protocol) -> str:
     rows = []
     for learning in ("r32", "r8"):
         for words, variant in (("enforced", ""), ("released", "released")):
-            gains = [
-                _gain(found, d, "cifar10", "taylor", learning, variant=variant) for d in protocol.shown[1:]
-            ]
+            gains = [_gain(found, d, "cifar10", "taylor", learning, variant=variant) for d in protocol.shown[1:]]
             rows.append([NAMES[learning], words, *map(_signed, gains)])
     return markdown(titles, rows)
 
@@ -205,9 +197,7 @@ def literal_table(found: Found, protocol: Protocol) -> str:
 
 def writers_table(found: Found, protocol: Protocol) -> str:
     """Free writers against coupled ones; the same share of channels is not the same share of work."""
-    found = found.alike(
-        data=["cifar10"], criterion=["taylor"], learning=list(METHODS), variant=["", *_COUPLED]
-    )
+    found = found.alike(data=["cifar10"], criterion=["taylor"], learning=list(METHODS), variant=["", *_COUPLED])
     titles = ["learning", "writers", "channels", "weights", "MACs", "accuracy"]
     ways = {"free": "", "coupled, scores summed": _COUPLED[0], "coupled, their mean": _COUPLED[1]}
     rows = []
@@ -233,9 +223,7 @@ def control_table(found: Found, protocol: Protocol) -> str:
     titles = ["learning", "unpruned, before pruning begins", "unpruned, as many epochs as to 10%", "at 10%"]
     rows = []
     for learning in METHODS:
-        own = found.alike(
-            data=["cifar10"], criterion=["taylor", "unpruned"], variant=[""], learning=[learning]
-        )
+        own = found.alike(data=["cifar10"], criterion=["taylor", "unpruned"], variant=[""], learning=[learning])
         labels: dict[str, Any] = {"data": "cifar10", "learning": learning}
         means = [
             own.mean(1.0, criterion="taylor", **labels),
@@ -252,18 +240,14 @@ def control_table(found: Found, protocol: Protocol) -> str:
 
 def distillation_table(found: Found, protocol: Protocol) -> str:
     """Labels alone, the network itself as a teacher, the fine-tuned one; less fine-pruning at 30%."""
-    found = found.alike(
-        data=["cifar10"], criterion=["taylor"], learning=list(METHODS), variant=["", *_TAUGHT]
-    )
+    found = found.alike(data=["cifar10"], criterion=["taylor"], learning=list(METHODS), variant=["", *_TAUGHT])
     titles = ["learning", "teacher", *(_percent(d) for d in protocol.shown[1:]), "less fine-pruning, at 30%"]
     base: dict[str, Any] = {"data": "cifar10", "criterion": "taylor"}
     fine = [found.mean(d, learning="fine-pruning", **base) for d in protocol.shown[1:]]
     rows = [[NAMES["fine-pruning"], "none", *map(_cell, fine), ""]]
     seeds = _by_seed(found, 0.3, learning="fine-pruning", **base)
     for learning in ("r32", "r8"):
-        for words, variant in zip(
-            ("none", "itself, unpruned", "fine-tuned network"), ("", *_TAUGHT), strict=True
-        ):
+        for words, variant in zip(("none", "itself, unpruned", "fine-tuned network"), ("", *_TAUGHT), strict=True):
             labels: dict[str, Any] = {**base, "learning": learning, "variant": variant}
             own = _by_seed(found, 0.3, **labels)
             gap = mean([own[seed] - seeds[seed] for seed in own if seed in seeds])
@@ -274,9 +258,7 @@ def distillation_table(found: Found, protocol: Protocol) -> str:
 
 def ranks_table(found: Found, protocol: Protocol) -> str:
     """What each rank costs and gives at 10% of the channels, and whether another gives as much for fewer bytes."""
-    found = found.alike(
-        data=["cifar10"], criterion=["taylor"], variant=["", "rank-pruned=0.25", "rank-pruned=0.0625"]
-    )
+    found = found.alike(data=["cifar10"], criterion=["taylor"], variant=["", "rank-pruned=0.25", "rank-pruned=0.0625"])
     titles = [
         "adapter",
         "learned at 10%",
@@ -340,9 +322,7 @@ def _better(words: str, known: dict[str, dict[str, Mean | None]]) -> str:
 
 def ablation_table(found: Found, protocol: Protocol) -> str:
     """Ranks and ranges of the first values."""
-    found = found.alike(
-        data=["cifar10"], criterion=["taylor"], learning=[f"r{r}" for r in protocol.ablation_ranks]
-    )
+    found = found.alike(data=["cifar10"], criterion=["taylor"], learning=[f"r{r}" for r in protocol.ablation_ranks])
     titles = ["rank", "range of W_up", *(_percent(d) for d in protocol.shown)]
     rows = []
     other = protocol.ablation.get("network", "")

@@ -283,11 +283,7 @@ def bench(
     named = _by_name(tasks)
     example = _noise(base, named) if example is None else example
     if not isinstance(example, Tensor) or not example.dim() or not len(example):
-        found = (
-            f"of shape {tuple(example.shape)}"
-            if isinstance(example, Tensor)
-            else f"a {type(example).__name__}"
-        )
+        found = f"of shape {tuple(example.shape)}" if isinstance(example, Tensor) else f"a {type(example).__name__}"
         raise ExampleError(f"the example is {found}, expected a tensor of at least one sample (first axis)")
     say = progress or (lambda _: None)
     with _eval_mode(base, threads):

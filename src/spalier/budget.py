@@ -47,9 +47,7 @@ class Meter:
         self.net, self.structure = net, structure
         self.kept, self.whole = kept_of(net, structure), whole(structure)
         self.owners = owners_of(net, structure.names)
-        self.writers = sorted(
-            {(m.tensor, m.axis) for s in structure.streams for m in s.members if m.role == "writer"}
-        )
+        self.writers = sorted({(m.tensor, m.axis) for s in structure.streams for m in s.members if m.role == "writer"})
         self._uncounted = ""
         """Why multiply-accumulates cannot be counted, if so."""
 
@@ -366,8 +364,7 @@ def _timed_grid(layer: Any, shape: tuple[int, ...]) -> Floats:
     calls = {}
     for out, into in ((out, into) for out in GRID for into in GRID):
         outputs, inputs = (
-            max(1, round(share * size))
-            for share, size in zip((out, into), layer.weight.shape[:2], strict=True)
+            max(1, round(share * size)) for share, size in zip((out, into), layer.weight.shape[:2], strict=True)
         )
         narrow = copy.copy(layer)
         narrow._parameters = {

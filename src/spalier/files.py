@@ -70,9 +70,7 @@ def read_exactly(file: BinaryIO, size: int) -> bytearray:
     try:
         buffer = bytearray(size)
     except (MemoryError, OverflowError):
-        raise TaskFileError(
-            "too-large", f"the file describes {size:,} bytes, more than memory holds"
-        ) from None
+        raise TaskFileError("too-large", f"the file describes {size:,} bytes, more than memory holds") from None
     view, filled = memoryview(buffer), 0
     while filled < size:
         try:
@@ -80,9 +78,7 @@ def read_exactly(file: BinaryIO, size: int) -> bytearray:
         except OSError as error:
             raise TaskFileError("unreadable", f"the file cannot be read: {reason(error)}") from None
         if not count:
-            raise TaskFileError(
-                "truncated", f"the file ends after {filled} of {size} bytes that were expected here"
-            )
+            raise TaskFileError("truncated", f"the file ends after {filled} of {size} bytes that were expected here")
         filled += count
     return buffer
 

@@ -295,9 +295,7 @@ def _unwrapped(state: object) -> object:
 
 def _tensors(weights: object) -> dict[str, Tensor]:
     if not isinstance(weights, Mapping) or not all(isinstance(v, Tensor) for v in weights.values()):
-        raise WeightsError(
-            f"the weights are a {type(weights).__name__}, expected a state_dict of tensors or its file"
-        )
+        raise WeightsError(f"the weights are a {type(weights).__name__}, expected a state_dict of tensors or its file")
     broken = [key for key, value in weights.items() if not torch.isfinite(value).all()]
     if broken:
         raise WeightsError(f"{first_few(broken)} holds NaN or infinite values; expected finite weights")

@@ -80,9 +80,7 @@ def open_network(
 # by name
 
 
-def _made(
-    name: str, classes: int | None, weights: str | PathLike[str] | None, options: dict[str, Any]
-) -> nn.Module:
+def _made(name: str, classes: int | None, weights: str | PathLike[str] | None, options: dict[str, Any]) -> nn.Module:
     prefix, _, rest = name.partition(":")
     if name in _BUILT_IN:
         return _called(name, getattr(models, name), classes, options)

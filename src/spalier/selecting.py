@@ -113,28 +113,20 @@ def select(
     return plan
 
 
-def _budget(
-    shares: Mapping[str, float | None], size: int | None, rank: float | None
-) -> tuple[str, float] | None:
+def _budget(shares: Mapping[str, float | None], size: int | None, rank: float | None) -> tuple[str, float] | None:
     """The kind and value of the one budget that was given; None for ranks alone."""
     given = {name: value for name, value in shares.items() if value is not None}
     for name, value in (*given.items(), *([] if rank is None else [("rank", rank)])):
         if not 0 < value <= 1:
-            raise BudgetError(
-                f"{name} is {value!r}, expected a share of the unpruned network, above 0 and at most 1"
-            )
+            raise BudgetError(f"{name} is {value!r}, expected a share of the unpruned network, above 0 and at most 1")
     if size is not None:
         if size != int(size) or size < 1:
             raise BudgetError(f"bytes is {size!r}, expected a whole number of bytes above 0")
         given["bytes"] = size
     if len(given) > 1:
-        raise BudgetError(
-            f"{' and '.join(given)} were given; expected one budget, and perhaps rank beside it"
-        )
+        raise BudgetError(f"{' and '.join(given)} were given; expected one budget, and perhaps rank beside it")
     if not given and rank is None:
-        raise BudgetError(
-            "no budget was given; expected channels=, weights=, macs=, latency=, bytes= or rank="
-        )
+        raise BudgetError("no budget was given; expected channels=, weights=, macs=, latency=, bytes= or rank=")
     return next(iter(given.items()), None)
 
 
@@ -199,9 +191,7 @@ class Order:
     def __init__(self, groups: Sequence[Group], ranking: Ranking) -> None:
         self.groups = groups
         row = [
-            (key, number, step)
-            for number, each in enumerate(groups)
-            for step, key in enumerate(_keys(each, ranking))
+            (key, number, step) for number, each in enumerate(groups) for step, key in enumerate(_keys(each, ranking))
         ]
         # of equal keys the first layer's goes first, so that plans repeat
         self._row = np.array([number for _, number, _ in sorted(row)], np.int64)
@@ -312,9 +302,7 @@ class _Search:
             and not (name.endswith("_weight") and name.rpartition(".")[0] in self.protected)
         ]
         if not found and needed:
-            raise BudgetError(
-                "no adapter here has a rank to prune; expected a network with SPLoRA or LoRA on it"
-            )
+            raise BudgetError("no adapter here has a rank to prune; expected a network with SPLoRA or LoRA on it")
         return Order(found, self.ranking)
 
     def _within_rank(self, share: float) -> Masks:
@@ -328,9 +316,7 @@ class _Search:
             order, lambda m: protected + sum(int(x.sum()) for x in m.values()), share, "rank", began_with
         )
 
-    def _reach(
-        self, order: Order, size: Callable[[Masks], int], share: float, kind: str, total: int
-    ) -> Masks:
+    def _reach(self, order: Order, size: Callable[[Masks], int], share: float, kind: str, total: int) -> Masks:
         """What the shortest prefix leaves whose size is within its share of the total."""
         limit = math.floor(share * total + 1e-9)  # 0.7 of 10 is 7, whatever 0.7 * 10 is
         steps = first_step(len(order), lambda n: size(order.masks(n)) <= limit)

@@ -163,9 +163,7 @@ def import_optional(name: str, purpose: str, error: type[SpalierError] = ConfigE
         if (missing.name or "").partition(".")[0] != library:
             raise  # the library is there, but its own installation is broken
         wanted = _EXTRAS.get(library, library)
-        raise error(
-            f"{library} is needed for {purpose} and is not installed; pip install '{wanted}'"
-        ) from missing
+        raise error(f"{library} is needed for {purpose} and is not installed; pip install '{wanted}'") from missing
     except RuntimeError as broken:
         if "torchvision::" not in str(broken):
             raise

@@ -118,9 +118,7 @@ def _refused(twin: _Twin, structure: Structure, left: list[int]) -> dict[int, st
 def _suspects(structure: Structure, left: Sequence[int], place: str) -> Sequence[int]:
     """The streams that have to do with a module; if none has, all."""
     inside = f"{place}." if place else ""
-    used = {
-        stream for e in structure.extents if e.module == place for units in e.units for stream, _ in units
-    }
+    used = {stream for e in structure.extents if e.module == place for units in e.units for stream, _ in units}
     chosen = [
         number
         for number in left
@@ -251,9 +249,7 @@ def _copied(net: nn.Module, mode: FakeTensorMode) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in (*net.parameters(), *net.buffers()):
         with mode:
-            fake = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-            )
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         memo[id(tensor)] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
     if MARK in net.__dict__:  # it holds the whole base
         memo[id(net.__dict__[MARK])] = "not copied"

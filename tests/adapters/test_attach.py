@@ -117,9 +117,7 @@ def test_fused_network_is_plain_and_equal_to_rounding(adapter):
     assert list(plain.state_dict()) == keys
     assert all(p.requires_grad for p in plain.parameters())
     assert not any("spalier" in type(v).__module__ for m in plain.modules() for v in m.__dict__.values())
-    shared = {t.data_ptr() for t in net.state_dict().values()} & {
-        t.data_ptr() for t in plain.state_dict().values()
-    }
+    shared = {t.data_ptr() for t in net.state_dict().values()} & {t.data_ptr() for t in plain.state_dict().values()}
     assert not shared
 
 
@@ -321,9 +319,7 @@ def test_a_module_with_two_names_is_adapted_once():
     want = torch.relu(x @ weight.T + shared.bias) @ weight.T + shared.bias
     leaves = list(shared.weight_adapter.parameters())
     torch.testing.assert_close(net(x), want, rtol=1e-12, atol=1e-12)
-    for a, b in zip(
-        torch.autograd.grad(net(x).sum(), leaves), torch.autograd.grad(want.sum(), leaves), strict=True
-    ):
+    for a, b in zip(torch.autograd.grad(net(x).sum(), leaves), torch.autograd.grad(want.sum(), leaves), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 

@@ -166,9 +166,7 @@ def test_functional_gradients():
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize(
-    "layer", [nn.Linear(4, 5), nn.Conv2d(4, 5, 3, padding=1)], ids=lambda m: type(m).__name__
-)
+@pytest.mark.parametrize("layer", [nn.Linear(4, 5), nn.Conv2d(4, 5, 3, padding=1)], ids=lambda m: type(m).__name__)
 def test_per_sample_gradients_by_vmap(layer, fused, monkeypatch):
     monkeypatch.setattr(fast, "_fusing_pays", lambda pixels, weight: fused)
     net = nn.Sequential(copy.deepcopy(layer)).double()

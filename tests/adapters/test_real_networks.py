@@ -36,9 +36,7 @@ def t5():
 
 
 def vit():
-    return hf.ViTForImageClassification(
-        hf.ViTConfig(image_size=32, patch_size=16, **(TINY | {"vocab_size": None}))
-    )
+    return hf.ViTForImageClassification(hf.ViTConfig(image_size=32, patch_size=16, **(TINY | {"vocab_size": None})))
 
 
 NETWORKS = {

@@ -144,9 +144,7 @@ def test_a_narrow_network_exports_and_compiles_to_a_graph():
 
 def run(code):
     """In a process of its own, which may crash or hang."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=200
-    )
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=200)
 
 
 def test_no_step_crashes():

@@ -242,9 +242,7 @@ def test_a_layer_with_its_own_forward_keeps_it():
 
         def forward(self, x):
             weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-            return F.conv2d(
-                x, weight / weight.std((1, 2, 3), keepdim=True), self.bias, self.stride, self.padding
-            )
+            return F.conv2d(x, weight / weight.std((1, 2, 3), keepdim=True), self.bias, self.stride, self.padding)
 
     check_layer(Standardised(3, 4, 3, padding=1), torch.randn(2, 3, 5, 5), sp.SPLoRA(2))
 

@@ -36,9 +36,7 @@ def _case(name: str, code: str, make: Callable[[], bytes], *, fold: bool = False
     CASES[name] = Case(make, code, fold)
 
 
-def _change(
-    name: str, code: str, change: Callable[[Parts], object], storage: str = "exact", **how: Any
-) -> None:
+def _change(name: str, code: str, change: Callable[[Parts], object], storage: str = "exact", **how: Any) -> None:
     fold = how.pop("fold", False)
     _case(name, code, lambda: changed(change, storage, **how), fold=fold)
 
@@ -446,9 +444,7 @@ def _texts() -> None:
         _change(f"{name} as name", "name", _say(name=text))
         _change(f"{name} as path", "text", _row(0, 0, text))
         _change(f"{name} as key", "text", _row(1, 1, [text]))
-        _change(
-            f"{name} as stream", "text", lambda parts, t=text: parts.table["streams"][0].__setitem__(0, t)
-        )
+        _change(f"{name} as stream", "text", lambda parts, t=text: parts.table["streams"][0].__setitem__(0, t))
     _change("10 MB of text", "header-length", _say(licence="x" * 10_000_000))
 
 
@@ -492,9 +488,7 @@ def _fields_of_table() -> None:
             _change(f"{field} {kind}", "table", _tell(**{field: value}))
     _change("table with more", "table", _tell(more=1))
     for kind, units in {"0": 0, "negative": -8, "2^31": 2**31, "bool": True, "float": 8.0}.items():
-        _change(
-            f"stream of {kind} units", "table", lambda p, u=units: p.table["streams"][0].__setitem__(1, u)
-        )
+        _change(f"stream of {kind} units", "table", lambda p, u=units: p.table["streams"][0].__setitem__(1, u))
     _change("stream of 2^31-1 units", "mask", lambda p: p.table["streams"][0].__setitem__(1, 2**31 - 1))
     _change("a stream twice", "table", lambda p: p.table["streams"].append(["0", 8]))
     _change("a tensor twice", "table", lambda p: p.table["rows"].append(p.table["rows"][0]))

@@ -179,9 +179,7 @@ def test_a_sparse_file_of_a_terabyte_is_not_read(tmp_path):
 # other formats
 
 
-@pytest.mark.parametrize(
-    "kind", ["pickle 0", "pickle 2", "pickle 3", "pickle 4", "pickle 5", "torch", "old torch"]
-)
+@pytest.mark.parametrize("kind", ["pickle 0", "pickle 2", "pickle 3", "pickle 4", "pickle 5", "torch", "old torch"])
 def test_pickles_are_never_run(kind, tmp_path, untouched):
     marker = tmp_path / "ran"
     is_pickle = kind.startswith("pickle")
@@ -256,9 +254,7 @@ def test_what_the_task_has_of_its_own_may_differ(tmp_path):
     other = _other(lambda net: net.__setitem__(8, nn.Linear(12, 7)))
     with torch.no_grad():
         other[1].running_mean.add_(3)
-    torch.testing.assert_close(
-        loaded.build(other)(example()), loaded.build(base())(example()), rtol=0, atol=0
-    )
+    torch.testing.assert_close(loaded.build(other)(example()), loaded.build(base())(example()), rtol=0, atol=0)
 
 
 class Shift(nn.Module):
@@ -368,9 +364,7 @@ def test_names_that_no_task_can_have(name, tmp_path, untouched):
     if "\0" not in name and "/" not in name and "\ud800" not in name:
         with refused("name"):
             made.save(str(tmp_path / f"{name}{SUFFIX}"))
-    assert sorted(p.name for p in tmp_path.rglob("*")) == sorted(
-        [".lock", f"a{SUFFIX}", f"a{SUFFIX}", "store"]
-    )
+    assert sorted(p.name for p in tmp_path.rglob("*")) == sorted([".lock", f"a{SUFFIX}", f"a{SUFFIX}", "store"])
     assert outside.read_bytes() == b"outside"
 
 

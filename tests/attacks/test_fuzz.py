@@ -36,9 +36,7 @@ SEEDS = st.integers(0, 2**64 - 1)
 def fuzz(examples):
     """The same examples on each run; how long one may take is bounded by the size of the files."""
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-    return settings(
-        max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=slow
-    )
+    return settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=slow)
 
 
 @pytest.fixture(scope="module")

@@ -209,9 +209,7 @@ def test_protected_layers_stay_whole():
 
 
 @pytest.mark.parametrize("writers", ["coupled", "free"])
-@pytest.mark.parametrize(
-    "adapter", [sp.SPLoRA(4), sp.SPLoRA(4, kernel="full"), sp.SPPaRA(), sp.LoRA(4), sp.FineTune()]
-)
+@pytest.mark.parametrize("adapter", [sp.SPLoRA(4), sp.SPLoRA(4, kernel="full"), sp.SPPaRA(), sp.LoRA(4), sp.FineTune()])
 def test_predictions_come_true(adapter, writers):
     net = DigitNet(8).eval()
     sp.attach_(net, adapter, head="fc", example=EXAMPLE)

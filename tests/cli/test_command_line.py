@@ -91,9 +91,7 @@ def test_the_options_are_the_golden_ones():
 def test_there_is_every_command_that_was_promised():
     promised = ["demo", "trace", "train", "sweep", "eval", "bench", "report", "env"]
     tasks = ["info", "verify", "build", "export", "push", "pull", "list"]
-    assert {f"spalier {name}" for name in promised} | {f"spalier task {name}" for name in tasks} <= set(
-        LEAVES
-    )
+    assert {f"spalier {name}" for name in promised} | {f"spalier task {name}" for name in tasks} <= set(LEAVES)
     assert set(COMMANDS) >= set(promised)
 
 
@@ -373,9 +371,7 @@ def test_a_full_disk_behind_the_output(arguments):
 
 def test_memory_that_ran_out_is_no_defect(spalier, monkeypatch):
     def large(*_, **__):
-        raise RuntimeError(
-            "DefaultCPUAllocator: can't allocate memory: you tried 1 TB. frame #0: x frame #1: y"
-        )
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 1 TB. frame #0: x frame #1: y")
 
     monkeypatch.setattr("spalier.networks.open_network", large)
     called = spalier("trace", "resnet8", "--shape", "3,8,8", "--json")

@@ -76,8 +76,7 @@ def test_eval_away_from_its_run(half, ran, tmp_path, spalier):
     assert spalier("eval", copy).code == 2
     assert "--base is missing" in spalier("eval", copy).err
     assert (
-        "--data is missing"
-        in spalier("eval", copy, "--base", "resnet8", "--option", "width=8", "--classes", "10").err
+        "--data is missing" in spalier("eval", copy, "--base", "resnet8", "--option", "width=8", "--classes", "10").err
     )
     named = spalier(
         "eval",
@@ -115,8 +114,7 @@ def test_code_in_a_runs_file_is_not_run_unasked(half, ran, tmp_path, spalier, mo
 def test_list_info_verify(ran, half, spalier, tmp_path):
     listed = spalier("task", "list", ran / "tasks", "--json").json["tasks"]
     assert [(entry["name"], entry["bytes"]) for entry in listed] == [
-        (name, (ran / f"tasks/{name}.task.safetensors").stat().st_size)
-        for name in sorted(Store(ran / "tasks"))
+        (name, (ran / f"tasks/{name}.task.safetensors").stat().st_size) for name in sorted(Store(ran / "tasks"))
     ]
     assert "a mix like these 2 tasks" in spalier("task", "list", ran).out
     info = spalier("task", "info", half, "--json").json
@@ -129,9 +127,7 @@ def test_list_info_verify(ran, half, spalier, tmp_path):
     assert called.code == 3
     assert [row["sound"] for row in called.json["tasks"]] == [True, False]
     assert called.json["tasks"][1]["code"]
-    wrong = spalier(
-        "task", "verify", half, "--base", "resnet8", "--option", "width=8", "--classes", "7", "--json"
-    )
+    wrong = spalier("task", "verify", half, "--base", "resnet8", "--option", "width=8", "--classes", "7", "--json")
     assert wrong.json["tasks"][0]["code"] == "base-values"
     assert wrong.code == 3
 
@@ -164,9 +160,11 @@ def test_settings_are_what_one_types(ran, spalier, tmp_path):
     called = spalier("-q", "train", ran / "run.yaml", *given, "--folder", tmp_path / "r", "--json")
     assert called.code == 0, called.err
     assert called.json["rows"][0]["task"] == "123-100"
-    assert spalier("task", "info", tmp_path / "r/tasks/123-100.task.safetensors", "--json").json[
-        "classes"
-    ] == ["4", "5", "6"]
+    assert spalier("task", "info", tmp_path / "r/tasks/123-100.task.safetensors", "--json").json["classes"] == [
+        "4",
+        "5",
+        "6",
+    ]
 
 
 def test_what_is_read_is_not_written_over(half, spalier, tmp_path):
@@ -239,9 +237,7 @@ def test_export(ending, half, base, spalier, tmp_path):
         found = session.run(None, {session.get_inputs()[0].name: IMAGES.numpy()})[0]
         np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4)
     if ending == "pt2":
-        np.testing.assert_allclose(
-            torch.export.load(out).module()(IMAGES).numpy(), wanted, rtol=1e-3, atol=1e-4
-        )
+        np.testing.assert_allclose(torch.export.load(out).module()(IMAGES).numpy(), wanted, rtol=1e-3, atol=1e-4)
 
 
 def test_an_export_that_computes_something_else_is_not_written(half, spalier, tmp_path, monkeypatch):
@@ -257,9 +253,7 @@ def test_an_export_that_computes_something_else_is_not_written(half, spalier, tm
 
 
 def test_files_that_cannot_be_written(half, spalier, tmp_path):
-    assert (
-        "expected one that ends in .onnx, .pt2, .pte" in spalier("task", "export", half, "-o", "net.zip").err
-    )
+    assert "expected one that ends in .onnx, .pt2, .pte" in spalier("task", "export", half, "-o", "net.zip").err
     called = spalier("task", "build", half, "-o", tmp_path / "absent" / "small.pt")
     assert called.code == 2
     assert "there is no folder" in called.err

@@ -68,9 +68,7 @@ def test_what_was_learned_is_worth_something(said):
 def test_all_tasks_are_for_the_one_base(folder):
     base = open_network("resnet8", classes=4, weights=folder / "base.safetensors", width=48)
     assert all(entry.is_sound for entry in Store(folder / "tasks").verify(base))
-    assert all(
-        bool(torch.isfinite(value).all()) for value in read_weights(folder / "base.safetensors").values()
-    )
+    assert all(bool(torch.isfinite(value).all()) for value in read_weights(folder / "base.safetensors").values())
 
 
 def test_the_report_is_there_and_the_next_commands_work(folder, spalier, monkeypatch):

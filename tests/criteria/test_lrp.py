@@ -46,9 +46,7 @@ class Residual(nn.Module):
         self.relu1 = nn.ReLU()
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1)
         self.bn2 = nn.BatchNorm2d(outputs)
-        self.shortcut = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-        )
+        self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
         self.sum = Sum()
         self.relu2 = nn.ReLU()
 
@@ -247,9 +245,7 @@ def test_what_is_sent_arrives_at_every_cut_of_resnet18():
 def test_an_output_to_which_nothing_contributes_swallows_its_relevance():
     x = leaf(torch.ones(1, 1, 1, 2))
     weight = torch.tensor([-1.0, 2.0]).double().view(2, 1, 1, 1)
-    _, got = shared_out(
-        lambda v: F.conv2d(v, weight, torch.ones(2).double()), x, relevance=torch.ones(1, 2, 1, 2)
-    )
+    _, got = shared_out(lambda v: F.conv2d(v, weight, torch.ones(2).double()), x, relevance=torch.ones(1, 2, 1, 2))
     torch.testing.assert_close(got, torch.ones_like(got), rtol=1e-6, atol=0)
 
 

@@ -153,9 +153,7 @@ def test_a_pruned_network_scores_as_a_network_of_that_size(writers):
         )
         alive = np.flatnonzero(np.isfinite(found[layer]))
         assert alive.tolist() == own
-        np.testing.assert_allclose(
-            found[layer][alive], oracle.taylor(plain, norm, *given[0]).numpy(), rtol=1e-3
-        )
+        np.testing.assert_allclose(found[layer][alive], oracle.taylor(plain, norm, *given[0]).numpy(), rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", list(criteria.CRITERIA))
@@ -209,9 +207,7 @@ def test_units_of_several_channels_add_up():
     heads = zoo.by_name("transformers/vit")
     vit, example = heads.make(), heads.example()
     structure = sp.trace(vit, example)
-    scored = sp.score(
-        vit, [example], "taylor", loss=lambda out: out.logits.square().mean(), structure=structure
-    )
+    scored = sp.score(vit, [example], "taylor", loss=lambda out: out.logits.square().mean(), structure=structure)
     assert all(len(s) == structure[n].size for n, parts in scored.layers.items() for s in parts.values())
 
 
@@ -230,9 +226,7 @@ def test_all_kinds_of_networks_are_scored(name):
     given = [example] if isinstance(example, dict) else [(example,)]
 
     def loss(output, *_):
-        return sum(
-            t.square().mean() for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad
-        )
+        return sum(t.square().mean() for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad)
 
     for criterion in ("weight", "taylor", "gradient"):
         found = sp.score(net, given, criterion, loss=loss, structure=structure)
@@ -345,9 +339,7 @@ def test_what_is_not_finite_names_layer_and_batch():
             return values.mean(1) / 0
 
     net = settled_cnn()
-    refused(
-        r"'\d' has scores that are NaN or infinite in batch 0", net, data(), Broken(), loss=F.cross_entropy
-    )
+    refused(r"'\d' has scores that are NaN or infinite in batch 0", net, data(), Broken(), loss=F.cross_entropy)
     with torch.no_grad():
         net[3].weight[2, 0, 0, 0] = float("inf")
     refused("'3' has scores that are NaN or infinite", net, criterion="weight")
@@ -471,9 +463,7 @@ def test_it_does_not_matter_where_samples_are_counted(name):
         found.append(sp.score(net, uneven, name, loss=F.cross_entropy, structure=structure))
     for stream, parts in found[0].layers.items():
         for layer, scores in parts.items():
-            np.testing.assert_allclose(
-                scores, found[1].layers[stream][layer], rtol=1e-7, atol=1e-12, err_msg=layer
-            )
+            np.testing.assert_allclose(scores, found[1].layers[stream][layer], rtol=1e-7, atol=1e-12, err_msg=layer)
 
 
 def test_a_norm_behind_two_layers_is_nobodys():
@@ -494,15 +484,11 @@ def test_a_norm_behind_two_layers_is_nobodys():
 
 
 def test_norms_without_statistics_and_transposed_groups_are_weighed():
-    first = nn.Sequential(
-        nn.Linear(4, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.ReLU(), nn.Linear(6, 2)
-    )
+    first = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.ReLU(), nn.Linear(6, 2))
     x = torch.randn(3, 4)
     found = sp.score(first, criterion="weight", structure=sp.trace(first, x))
     np.testing.assert_allclose(found["0"], first[0].weight.detach().abs().sum(1).numpy(), rtol=1e-6)
-    second = nn.Sequential(
-        nn.ConvTranspose2d(4, 12, 2, groups=2), nn.BatchNorm2d(12), nn.ReLU(), nn.Conv2d(12, 2, 1)
-    )
+    second = nn.Sequential(nn.ConvTranspose2d(4, 12, 2, groups=2), nn.BatchNorm2d(12), nn.ReLU(), nn.Conv2d(12, 2, 1))
     nn.init.uniform_(second[1].weight)
     structure = sp.trace(second, torch.randn(1, 4, 3, 3))
     scale = (second[1].weight / (1 + second[1].eps) ** 0.5).view(2, 6)

@@ -30,9 +30,7 @@ def split():
 def numbered(count):
     """Sample i has label i, so that labels tell which samples came."""
     images = np.zeros((count, 4, 4, 3), np.uint8)
-    return ArraySplit(
-        images, np.arange(count), np.arange(count), Preprocessing.small(4, (0.5,) * 3, (0.5,) * 3)
-    )
+    return ArraySplit(images, np.arange(count), np.arange(count), Preprocessing.small(4, (0.5,) * 3, (0.5,) * 3))
 
 
 def epoch(loader, number=0, start=0):
@@ -56,9 +54,7 @@ def test_workers_change_nothing(split, workers):
             same(list(shared.epoch(number)), list(alone.epoch(number)))
         same(list(shared.epoch(2, start=3)), list(alone.epoch(2))[3:])
         assert torch.equal(torch.random.get_rng_state(), before)
-        assert all(
-            x.is_contiguous(memory_format=torch.channels_last) for x, _ in [next(iter(shared.epoch(1)))]
-        )
+        assert all(x.is_contiguous(memory_format=torch.channels_last) for x, _ in [next(iter(shared.epoch(1)))])
 
 
 def test_any_batch_can_be_had_again(split):
@@ -72,8 +68,7 @@ def test_any_batch_can_be_had_again(split):
 
 def test_epochs_and_seeds_differ(split):
     batches = {
-        (s, e): next(Loader(split, batch_size=16, seed=s).epoch(e))[0]
-        for s, e in ((0, 0), (0, 1), (1, 0), (1, 1))
+        (s, e): next(Loader(split, batch_size=16, seed=s).epoch(e))[0] for s, e in ((0, 0), (0, 1), (1, 0), (1, 1))
     }
     values = list(batches.values())
     assert not any(torch.equal(a, b) for i, a in enumerate(values) for b in values[:i])
@@ -267,9 +262,7 @@ def test_a_process_that_ends_leaves_no_workers():
     next(loader.epoch(0))
     print(*[worker.pid for worker in loader._loader._iterator._workers])
     """
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=600
-    )
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     pids = [int(pid) for pid in run.stdout.split()]
     assert len(pids) == 2

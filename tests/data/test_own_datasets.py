@@ -179,9 +179,7 @@ def test_validation_is_a_share_or_a_dataset():
     data = Data.of(dataset, validation=0.25, test=images([0, 1]), name="mine", seed=4)
     assert (len(data.train), len(data.validation), len(data.test)) == (30, 10, 2)
     assert np.bincount(data.validation.labels).tolist() == [5, 5]
-    numbers = [
-        set(p.fetch(np.arange(len(p)), None)[0][:, 0, 0, 0].tolist()) for p in (data.train, data.validation)
-    ]
+    numbers = [set(p.fetch(np.arange(len(p)), None)[0][:, 0, 0, 0].tolist()) for p in (data.train, data.validation)]
     assert numbers[0] | numbers[1] == set(map(float, range(40)))
     assert not numbers[0] & numbers[1]
     again = Data.of(dataset, validation=0.25, test=images([0, 1]), seed=4)

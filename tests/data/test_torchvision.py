@@ -35,9 +35,7 @@ def cifar10(tmp_path, monkeypatch):
     for name, (images, labels) in batches.items():
         put(name, {"data": images.transpose(0, 3, 1, 2).reshape(len(images), -1), "labels": labels})
     put("batches.meta", {"label_names": CLASSES})
-    monkeypatch.setattr(
-        sets.CIFAR10, "train_list", [[f"data_batch_{i}", sums[f"data_batch_{i}"]] for i in range(1, 6)]
-    )
+    monkeypatch.setattr(sets.CIFAR10, "train_list", [[f"data_batch_{i}", sums[f"data_batch_{i}"]] for i in range(1, 6)])
     monkeypatch.setattr(sets.CIFAR10, "test_list", [["test_batch", sums["test_batch"]]])
     monkeypatch.setattr(sets.CIFAR10, "meta", sets.CIFAR10.meta | {"md5": sums["batches.meta"]})
     return batches

@@ -64,8 +64,7 @@ def test_a_cell_from_end_to_end(place: Place) -> None:
     assert [row["target"] for row in found["rows"]] == [1.0, 0.6, 0.3]
     assert found["tested"] == 50
     assert all(
-        0 <= row["test"] <= 1 and round(row["test"] * 50) == pytest.approx(row["test"] * 50)
-        for row in found["rows"]
+        0 <= row["test"] <= 1 and round(row["test"] * 50) == pytest.approx(row["test"] * 50) for row in found["rows"]
     )
     assert found["settings"]["rank"] == 8
     assert found["settings"]["weights"] == "tiny.safetensors"
@@ -75,8 +74,7 @@ def test_a_cell_from_end_to_end(place: Place) -> None:
 
 def test_a_cell_that_shares_its_first_block_is_the_run_that_does_not(place: Place, tmp_path: Path) -> None:
     shared = [
-        carry_out.rows_of(cell_of(TINY, "digits", "r8", 0, criterion=name), place)
-        for name in ("weight", "taylor")
+        carry_out.rows_of(cell_of(TINY, "digits", "r8", 0, criterion=name), place) for name in ("weight", "taylor")
     ]
     cell = cell_of(TINY, "digits", "r8", 0)
     whole = (

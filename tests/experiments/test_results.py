@@ -108,8 +108,7 @@ def test_the_full_scale_is_the_papers_protocol() -> None:
     assert {FULL.epochs(cell.before) for cell in table if cell.data == "cifar10"} == {30 + 19 * 20}
     assert {FULL.epochs(cell.before) for cell in table if cell.data != "cifar10"} == {100 + 19 * 50}
     ablation = {
-        (c.before["rank"], c.before["adapter_options"].get("init_range", 1e-4))
-        for c in experiments(FULL)["ablation"]
+        (c.before["rank"], c.before["adapter_options"].get("init_range", 1e-4)) for c in experiments(FULL)["ablation"]
     }
     assert ablation == {(2**i, 10.0**-j) for i in range(7) for j in range(2, 7)}
 

@@ -58,9 +58,7 @@ class Classifier(pl.LightningModule):
 
 def states_fit(optimizer):
     """Whether there is state for every parameter, of its own shape."""
-    shapes = [
-        (p.shape, optimizer.state[p]["exp_avg"].shape) for g in optimizer.param_groups for p in g["params"]
-    ]
+    shapes = [(p.shape, optimizer.state[p]["exp_avg"].shape) for g in optimizer.param_groups for p in g["params"]]
     return bool(shapes) and all(one == other for one, other in shapes)
 
 
@@ -122,9 +120,9 @@ def test_progress_is_that_of_the_optimizer_where_gradients_accumulate():
         return 1 - 0.5 * progress
 
     module = Classifier()
-    trainer(
-        PruningCallback(schedule(kind), net="net", every="step"), accumulate_grad_batches=3, max_epochs=2
-    ).fit(module, loader())
+    trainer(PruningCallback(schedule(kind), net="net", every="step"), accumulate_grad_batches=3, max_epochs=2).fit(
+        module, loader()
+    )
     assert sorted(set(seen)) == [0, 0.25, 0.5, 0.75, 1]
     assert len(module.losses) == 12
     assert module.sizes == [True] * 4
@@ -220,9 +218,7 @@ def test_training_goes_on_from_a_checkpoint_to_the_same_network(options, tmp_pat
     assert (sum(ranks(halved.net)) < sum(ranks(fresh.net))) == ("rank" in options)
     half.save_checkpoint(tmp_path / "half.ckpt")
     assert density_of(fresh.net) == 1
-    run(
-        fresh, ckpt_path=tmp_path / "half.ckpt", weights_only=True
-    )  # plain numbers, so nothing else is needed
+    run(fresh, ckpt_path=tmp_path / "half.ckpt", weights_only=True)  # plain numbers, so nothing else is needed
     assert "on_load_checkpoint" not in vars(fresh)
     assert sp.kept_units(fresh.net) == sp.kept_units(straight.net)
     assert fresh.losses == straight.losses[12:]
@@ -254,9 +250,7 @@ def test_a_checkpoint_of_more_units_than_are_left_is_refused(tmp_path):
     trainer(PruningCallback(schedule(), net="net")).fit(module, loader())
     before = snapshot(module.net)
     with pytest.raises(PlanError, match="is gone already"):
-        trainer(PruningCallback(schedule(), net="net")).fit(
-            module, loader(), ckpt_path=tmp_path / "half.ckpt"
-        )
+        trainer(PruningCallback(schedule(), net="net")).fit(module, loader(), ckpt_path=tmp_path / "half.ckpt")
     assert_unchanged(module.net, before)
 
 

@@ -87,9 +87,7 @@ def _group_norm(module, mask, x):
 
 
 def _rms_norm(module, mask, x):
-    epsilon = (
-        getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or torch.finfo(x.dtype).eps
-    )
+    epsilon = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or torch.finfo(x.dtype).eps
     mean = (x[..., mask].float() ** 2 if hasattr(module, "variance_epsilon") else x[..., mask] ** 2).mean(
         -1, keepdim=True
     )

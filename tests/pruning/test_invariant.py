@@ -66,9 +66,7 @@ def random_plan(structure, density, rng, *, free, kept):
             if stream not in {w.name for w in structure.writers}:
                 del left[stream]  # as wide as its writers make it
     keep = {
-        name: sorted(
-            rng.choice(units, max(1, min(len(units), round(sizes[name] * density))), replace=False).tolist()
-        )
+        name: sorted(rng.choice(units, max(1, min(len(units), round(sizes[name] * density))), replace=False).tolist())
         for name, units in left.items()
     }
     return sp.Plan(structure, keep, writers="free" if free else "coupled")
@@ -81,9 +79,7 @@ def check_reloaded(net, base, example, wanted, folder, name):
     task = sp.Task.load(path)
     values = {key: value.clone() for key, value in base.state_dict().items()}
     built = task.build(base)
-    assert not any(
-        type(m).__module__.startswith("spalier") for m in built.modules() if type(m).__name__ != "Spread"
-    )
+    assert not any(type(m).__module__.startswith("spalier") for m in built.modules() if type(m).__name__ != "Spread")
     assert_same(run(built, example), wanted, name)
     task.apply_(base)
     assert_equal(base.state_dict(), net.state_dict())

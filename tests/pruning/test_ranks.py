@@ -89,9 +89,7 @@ def test_optimizer_state_is_cut_along():
     optimizer.step()
     update = net[3].weight_adapter
     state = {k: v.clone() for k, v in optimizer.state[update.down].items()}
-    sp.prune_(
-        net, sp.Plan(net._spalier.structure, {"0": [1, 3, 4]}, ranks={"3": [2, 3]}), optimizer=optimizer
-    )
+    sp.prune_(net, sp.Plan(net._spalier.structure, {"0": [1, 3, 4]}, ranks={"3": [2, 3]}), optimizer=optimizer)
     wanted = state["exp_avg"][[2, 3]][:, [1, 3, 4]]
     assert torch.equal(optimizer.state[update.down]["exp_avg"], wanted)
     net(EXAMPLE).sum().backward()

@@ -113,9 +113,7 @@ def test_what_can_be_restored_is_restored_exactly():
     x = torch.randn(50, 5, dtype=torch.float64)
     sp.attach_(net, sp.SPLoRA(rank=1), targets="2", head="4", example=x)
     wanted = net(x)
-    report = sp.prune_(
-        net, sp.Plan(net._spalier.structure, {"0": [0, 1, 2]}), recover=sp.Recovery([x], ridge=1e-12)
-    )
+    report = sp.prune_(net, sp.Plan(net._spalier.structure, {"0": [0, 1, 2]}), recover=sp.Recovery([x], ridge=1e-12))
     torch.testing.assert_close(net(x), wanted, rtol=1e-3, atol=1e-5)
     assert report.layers["2"][1] < 1e-9 < report.layers["2"][0]
 

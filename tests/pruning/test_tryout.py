@@ -209,9 +209,7 @@ def test_units_of_every_kind(units):
     assert sp.Plan(sp.trace(perceptron(), ROWS), {"0": units}).keep == {"0": (0, 1)}
 
 
-@pytest.mark.parametrize(
-    "units", [(u for u in [0.5, 1.7]), [float("inf")], torch.tensor([0.5]), (u for u in [True])]
-)
+@pytest.mark.parametrize("units", [(u for u in [0.5, 1.7]), [float("inf")], torch.tensor([0.5]), (u for u in [True])])
 def test_units_that_are_none(units):
     with pytest.raises(PlanError, match="whole numbers"):
         sp.Plan(sp.trace(perceptron(), ROWS), {"0": units})

@@ -135,10 +135,7 @@ def _write_block(folder, block, row, classes, rng, extras):
     said = {"row": row, "classes": list(classes), "confusion": {"validation": None, "test": counts.tolist()}}
     said |= {"kept": {}, "ranks": {}}
     if extras:
-        items = [
-            {"label": i % size, "guess": (i + (i < 3)) % size, "confidence": 0.9 - 0.01 * i}
-            for i in range(11)
-        ]
+        items = [{"label": i % size, "guess": (i + (i < 3)) % size, "confidence": 0.9 - 0.01 * i} for i in range(11)]
         said["examples"] = {"side": 8, "columns": 4, "items": items}
         sheet = Image.fromarray(rng.integers(0, 255, (24, 32, 3)).astype(np.uint8))
         sheet.save(folder / "blocks" / f"{block:02}.png")

@@ -41,19 +41,13 @@ def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("browser")
     write_run(folder / "run", classes=HOSTILE, data="folder:/x/<img src=x onerror=alert(9)>")
     many = [round(1 - 0.05 * i, 2) for i in range(19)]
-    write_run(
-        folder / "long", classes=[f"kind of bird number {i}" for i in range(20)], densities=many, extras=False
-    )
+    write_run(folder / "long", classes=[f"kind of bird number {i}" for i in range(20)], densities=many, extras=False)
     for method in ("splora", "fine-pruning"):
         for seed in range(3):
-            write_run(
-                folder / "sweep" / f"method={method},seed={seed}", method=method, seed=seed, extras=False
-            )
+            write_run(folder / "sweep" / f"method={method},seed={seed}", method=method, seed=seed, extras=False)
     for data in ("digits", "cifar10", "cifar100"):
         for rank in (2, 8):
-            write_run(
-                folder / "data" / f"{data}{rank}", data=data, rank=rank, extras=False, densities=(1.0, 0.5)
-            )
+            write_run(folder / "data" / f"{data}{rank}", data=data, rank=rank, extras=False, densities=(1.0, 0.5))
     store = sp.Store(folder / "store")
     for place, density in enumerate((100, 50, 25)):
         store.add(task(place, f"birds-{density}", metrics={"accuracy": 0.9 - 0.1 * place}))
@@ -220,9 +214,7 @@ def test_the_network_is_pruned_step_by_step(browser, pages):
 
 def test_keys_reach_every_point(browser, pages):
     look(browser, pages["run"])
-    first = next(
-        p for p in browser.find_elements(By.CSS_SELECTOR, "#accuracy-learned .point") if p.is_displayed()
-    )
+    first = next(p for p in browser.find_elements(By.CSS_SELECTOR, "#accuracy-learned .point") if p.is_displayed())
     assert first.get_attribute("tabindex") == "0"
     browser.find_element(By.CSS_SELECTOR, "summary").send_keys(Keys.TAB)
     browser.execute_script("arguments[0].focus({focusVisible: true})", first)

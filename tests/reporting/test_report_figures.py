@@ -244,17 +244,13 @@ def test_break_even_of_a_task_is_the_stores(tmp_path):
     figures = by_name(all_figures(load(tmp_path / "r")))
     alone = {c.name: StoreReport(store.base, (c,)).break_even or "never" for c in store.costs}
     assert {row[1]: row[5] for row in figures["files"].rows} == alone
-    assert [row[6] for row in figures["break-even"].rows] == [
-        alone[n] for n in ("birds-100", "birds-50", "birds-25")
-    ]
+    assert [row[6] for row in figures["break-even"].rows] == [alone[n] for n in ("birds-100", "birds-50", "birds-25")]
 
 
 def test_the_caption_says_what_files_hold(tmp_path):
     write_run(tmp_path / "a", method="fine-pruning", extras=False)
     caption = by_name(all_figures(load(tmp_path)))["files"].caption
-    assert (
-        "masks, adapters, norms and head; for fine-pruning, masks and all weights that are left." in caption
-    )
+    assert "masks, adapters, norms and head; for fine-pruning, masks and all weights that are left." in caption
 
 
 def test_latency_is_not_joined(run):
@@ -331,11 +327,7 @@ def test_labels_at_lines_do_not_touch():
 def test_a_report_lands_where_it_is_asked_for(tmp_path):
     write_run(tmp_path / "r", extras=False)
     assert report(tmp_path / "r") == tmp_path / "r" / "report.html"
-    assert (
-        report(tmp_path / "r", tmp_path / "new" / "page.html")
-        .read_text("utf-8")
-        .startswith("<!doctype html>")
-    )
+    assert report(tmp_path / "r", tmp_path / "new" / "page.html").read_text("utf-8").startswith("<!doctype html>")
     (tmp_path / "folder").mkdir()
     assert report(tmp_path / "r", tmp_path / "folder") == tmp_path / "folder" / "report.html"
     assert PNG_SCALE == 3

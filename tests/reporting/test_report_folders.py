@@ -106,9 +106,7 @@ def test_sweeps_and_folders_of_runs(tmp_path):
     found = load(tmp_path / "s")
     assert found.kind == "folder of runs"
     (tmp_path / "s" / "sweep.yaml").write_text(yaml.safe_dump({"base": {"data": "digits"}, "over": over}))
-    (tmp_path / "s" / "sweep.json").write_text(
-        json.dumps({"failed": {"method=lora": "out of memory"}, "rows": []})
-    )
+    (tmp_path / "s" / "sweep.json").write_text(json.dumps({"failed": {"method=lora": "out of memory"}, "rows": []}))
     found = load(tmp_path / "s")
     assert (found.kind, len(found.runs), found.failed) == ("sweep", 6, {"method=lora": "out of memory"})
     assert list(found.varied) == ["method"]
@@ -210,9 +208,7 @@ BREAK = {
 FILES = {
     **dict.fromkeys(("scores", "huge edge"), "01.scores.json"),
     **dict.fromkeys(("sheet", "pixels", "sheet is a folder"), "01.png"),
-    **dict.fromkeys(
-        ("metrics", "huge loss", "huge step", "negative block", "metrics are a folder"), "metrics.jsonl"
-    ),
+    **dict.fromkeys(("metrics", "huge loss", "huge step", "negative block", "metrics are a folder"), "metrics.jsonl"),
     "settings": "run.yaml",
 }
 
@@ -355,9 +351,7 @@ def test_whatever_a_file_says_there_is_a_page_or_an_error_of_ours(mended, name, 
     value = json.loads(texts[name])
     node, key = value, None
     for _ in range(data.draw(st.integers(1, 4))):
-        keys = (
-            list(node) if isinstance(node, dict) else list(range(len(node))) if isinstance(node, list) else []
-        )
+        keys = list(node) if isinstance(node, dict) else list(range(len(node))) if isinstance(node, list) else []
         if not keys:
             break
         key = data.draw(st.sampled_from(keys))

@@ -57,12 +57,8 @@ def outcome(folder: Path) -> dict:
     """All that a run leaves, but for how long it took."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     files = sorted((folder / "blocks").iterdir())
-    blocks = [
-        json.loads(path.read_text()) for path in files if path.stem.isdigit() and path.suffix == ".json"
-    ]
-    others = {
-        path.name: path.read_bytes() for path in files if path.suffix == ".png" or ".scores" in path.name
-    }
+    blocks = [json.loads(path.read_text()) for path in files if path.stem.isdigit() and path.suffix == ".json"]
+    others = {path.name: path.read_bytes() for path in files if path.suffix == ".png" or ".scores" in path.name}
     return {
         "tasks": {path.name: path.read_bytes() for path in sorted((folder / "tasks").glob("*.safetensors"))},
         "metrics": [_timeless(line) for line in lines],

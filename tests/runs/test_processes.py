@@ -122,6 +122,4 @@ def test_synced_norms_alone_are_the_norms(shape, affine, momentum, seed):
     (found * weights).sum().backward()
     assert torch.allclose(x.grad, y.grad, atol=1e-4)
     with SyncedNorms():
-        assert torch.allclose(
-            F.batch_norm(y, mean, var), F.batch_norm(x, mean, var)
-        )  # not in training: as ever
+        assert torch.allclose(F.batch_norm(y, mean, var), F.batch_norm(x, mean, var))  # not in training: as ever

@@ -41,9 +41,7 @@ def test_a_loss_that_is_not_finite(tmp_path, monkeypatch, never, value):
     real = Engine.loss
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "loss", lambda e, *a: real(e, *a) * (value if e.position.step == 7 else 1))
-        with pytest.raises(
-            RunError, match=r"the loss is (nan|inf) at step 7 \(block 0/2, epoch 2/2\)"
-        ) as caught:
+        with pytest.raises(RunError, match=r"the loss is (nan|inf) at step 7 \(block 0/2, epoch 2/2\)") as caught:
             quick(checkpoint_seconds=0).run(tmp_path / "run", progress=False)
     assert caught.value.code == "not-finite"
     kept = load_checkpoint(RunFolder(tmp_path / "run"))
@@ -65,9 +63,7 @@ def test_weights_that_blow_up(tmp_path):
     "error",
     [
         MemoryError(),
-        RuntimeError(
-            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
-        ),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
         torch.OutOfMemoryError("CUDA out of memory"),
     ],
     ids=["python", "cpu", "gpu"],
@@ -75,9 +71,7 @@ def test_weights_that_blow_up(tmp_path):
 def test_out_of_memory(tmp_path, monkeypatch, never, error):
     with monkeypatch.context() as patch:
         fail_at(patch, 6, error)
-        with pytest.raises(
-            RunError, match=r"memory ran out with batches of 32.*smaller batch_size"
-        ) as caught:
+        with pytest.raises(RunError, match=r"memory ran out with batches of 32.*smaller batch_size") as caught:
             quick().run(tmp_path / "run", progress=False)
     assert caught.value.code == "memory"
     quick().run(tmp_path / "run", progress=False)
@@ -204,6 +198,4 @@ def test_precisions_that_cannot_be_had(tmp_path, monkeypatch):
 
 def test_images_that_do_not_fit(tmp_path):
     with pytest.raises(RunError, match="does not run on float32 images of"):
-        quick().run(
-            tmp_path / "run", network=nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4, 10))
-        )
+        quick().run(tmp_path / "run", network=nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4, 10)))

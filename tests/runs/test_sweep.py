@@ -377,9 +377,7 @@ def test_summaries_have_means_and_deviations():
 
 def test_summaries_over_several_settings_and_lists():
     rows = [
-        row(f"{e}{s}", epochs_setting=e, epochs=9, seed=s, classes=["x"], test=e / 10)
-        for e in (1, 3)
-        for s in (0, 1)
+        row(f"{e}{s}", epochs_setting=e, epochs=9, seed=s, classes=["x"], test=e / 10) for e in (1, 3) for s in (0, 1)
     ]
     results = SweepResults(Path(), ("epochs", "seed", "classes"), rows)
     found = results.summary(over=("epochs", "seed"))

@@ -217,9 +217,7 @@ def digits_as_tensors(first: int = 0) -> Data:
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None].expand(-1, 3, -1, -1) / 8 - 1
     labels = torch.tensor(digits.target)
-    return Data.of(
-        TensorDataset(images[first:300], labels[first:300]), TensorDataset(images[300:400], labels[300:400])
-    )
+    return Data.of(TensorDataset(images[first:300], labels[first:300]), TensorDataset(images[300:400], labels[300:400]))
 
 
 def test_a_network_and_data_of_ones_own(tmp_path):
@@ -276,9 +274,7 @@ def test_another_network_or_other_data_are_refused(tmp_path):
 
 
 def test_classes_unlike_the_head(tmp_path):
-    with pytest.raises(
-        RunError, match=r"returns \(7,\) numbers for a sample, and digits has 10 classes"
-    ) as caught:
+    with pytest.raises(RunError, match=r"returns \(7,\) numbers for a sample, and digits has 10 classes") as caught:
         quick(head="fc", max_train_samples=None).run(
             tmp_path / "run", network=Small(7), data=open_data("digits"), progress=False
         )
@@ -290,9 +286,7 @@ def test_labels_out_of_range(tmp_path):
     labels = torch.arange(40) % 10
     labels[7] = 12
     with pytest.raises(DataError, match="12"):
-        quick().run(
-            tmp_path / "run", data=Data.of(TensorDataset(images, labels), classes=tuple("0123456789"))
-        )
+        quick().run(tmp_path / "run", data=Data.of(TensorDataset(images, labels), classes=tuple("0123456789")))
 
 
 def test_an_adapted_network_is_refused(tmp_path):
@@ -446,6 +440,4 @@ def test_tensorboard_gets_the_numbers(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "epoch"]
     assert [e.value for e in events.Scalars("train/loss")] == pytest.approx(losses, rel=1e-6)
-    assert [e.value for e in events.Scalars("block/test")] == pytest.approx(
-        [row["test"] for row in results.rows]
-    )
+    assert [e.value for e in events.Scalars("block/test")] == pytest.approx([row["test"] for row in results.rows])

@@ -163,9 +163,7 @@ def test_plain_data_is_stable_and_comes_back():
         from_dict({**data, "format": 99})
 
 
-@pytest.mark.parametrize(
-    "name", ["torchvision/resnext50_32x4d", "transformers/bert", "torchvision/shufflenet_v2_x0_5"]
-)
+@pytest.mark.parametrize("name", ["torchvision/resnext50_32x4d", "transformers/bert", "torchvision/shufflenet_v2_x0_5"])
 def test_plain_data_of_odd_structures(name):
     entry = zoo.by_name(name)
     structure = sp.trace(entry.make(), entry.example())

@@ -32,9 +32,7 @@ def built(*, free, fold):
     return sp.Task.of(net.eval(), "a").build(base, fold=fold), net
 
 
-KINDS = pytest.mark.parametrize(
-    ("free", "fold"), [(False, False), (False, True), (True, False), (True, True)]
-)
+KINDS = pytest.mark.parametrize(("free", "fold"), [(False, False), (False, True), (True, False), (True, True)])
 
 
 @KINDS

@@ -378,9 +378,7 @@ def test_permissions_follow_the_umask(mask, expected, tmp_path):
 def test_a_folder_that_may_not_be_written(store, monkeypatch):
     store.folder.chmod(0o555)
     try:
-        if os.access(
-            store.folder, os.W_OK
-        ):  # whoever may write everywhere gets the system's answer to others
+        if os.access(store.folder, os.W_OK):  # whoever may write everywhere gets the system's answer to others
             monkeypatch.setattr(os, "open", _read_only(os.open))
         for attempt in (lambda: store.add(task(), "b"), lambda: task().save(store.folder / f"c{SUFFIX}")):
             with pytest.raises(TaskFileError) as caught:

@@ -50,12 +50,7 @@ def test_digests_are_what_the_page_says(tmp_path):
     path = tmp_path / "a.task.safetensors"
     sp.Task.of(learned(base), "a").save(path)
     description, table, _ = task_format.read(path)
-    own = {
-        f"{p}.{k}"
-        for p, keys, *_, source in table["rows"]
-        if source[0] in ("values", "integers")
-        for k in keys
-    }
+    own = {f"{p}.{k}" for p, keys, *_, source in table["rows"] if source[0] in ("values", "integers") for k in keys}
     lines = []
     for name, tensor in sorted(base.state_dict().items()):
         if name not in own:

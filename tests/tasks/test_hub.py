@@ -145,13 +145,8 @@ def test_a_task_is_pushed_under_the_name_that_the_store_has(hub, tmp_path, task,
     store = Store(tmp_path / "store")
     store.add(task, "renamed")
     store.push("renamed", REPOSITORY, endpoint=hub.address)
-    assert (
-        f'store.pull("{REPOSITORY}", "renamed")' in hub.repositories[REPOSITORY].files["README.md"].decode()
-    )
-    assert (
-        other.pull(REPOSITORY, "renamed", endpoint=hub.address).read_bytes()
-        == store.path("renamed").read_bytes()
-    )
+    assert f'store.pull("{REPOSITORY}", "renamed")' in hub.repositories[REPOSITORY].files["README.md"].decode()
+    assert other.pull(REPOSITORY, "renamed", endpoint=hub.address).read_bytes() == store.path("renamed").read_bytes()
 
 
 def test_a_repository_without_an_owner_is_the_callers(hub, store):
@@ -236,9 +231,7 @@ def test_a_task_that_the_repository_lacks_is_refused(hub, task, other):
     assert not contents(other)
 
 
-@pytest.mark.parametrize(
-    ("status", "advice"), [(401, "token"), (403, "token"), (500, "later"), (418, "check")]
-)
+@pytest.mark.parametrize(("status", "advice"), [(401, "token"), (403, "token"), (500, "later"), (418, "check")])
 def test_a_hub_that_refuses_is_one_error(hub, store, other, status, advice):
     hub.failure = (status, "no " * 95 + f"{TOKEN}\nnever \x1b[31m")
     before = contents(store)
@@ -397,11 +390,7 @@ def test_the_licence_of_a_card_is_one_that_the_hub_takes(base, licence, front):
 def test_hostile_text_shows_as_text_in_the_card_that_is_uploaded(hub, tmp_path, base):
     store = Store(tmp_path / "store")
     words = dict.fromkeys(HOSTILE, 0.5)
-    store.add(
-        task_of(
-            base, classes=HOSTILE, metrics=words, preprocessing=words, provenance={k: [k] for k in HOSTILE}
-        )
-    )
+    store.add(task_of(base, classes=HOSTILE, metrics=words, preprocessing=words, provenance={k: [k] for k in HOSTILE}))
     store.push("a", REPOSITORY, endpoint=hub.address)
     front, body = parts(hub.repositories[REPOSITORY].files["README.md"].decode())
     assert front["metrics"] == HOSTILE

@@ -135,9 +135,7 @@ def test_fast_and_slow_building_agree(data):
     if data.draw(st.booleans()):
         base = base.to(memory_format=torch.channels_last)
     density = data.draw(st.sampled_from([0.3, 0.6, 1.0]))
-    net = learned(
-        base, sp.SPLoRA(rank=rank), density=density, example=torch.zeros(1, 3, 8, 8).double(), head="6"
-    )
+    net = learned(base, sp.SPLoRA(rank=rank), density=density, example=torch.zeros(1, 3, 8, 8).double(), head="6")
     built = sp.Task.of(net, "a").build(base)
     plain = sp.fuse(net)
     for key, value in plain.state_dict().items():
@@ -436,9 +434,7 @@ def test_another_base_is_refused(change, code, base):
 
 def test_what_the_task_has_of_its_own_may_differ(base):
     net = learned(base, example=IMAGE.double())
-    other = changed(
-        base, lambda net: [net[1].weight.zero_(), net[8].weight.zero_(), net[4].running_var.zero_()]
-    )
+    other = changed(base, lambda net: [net[1].weight.zero_(), net[8].weight.zero_(), net[4].running_var.zero_()])
     x = torch.randn(2, 3, 8, 8).double()
     torch.testing.assert_close(sp.Task.of(net, "a").build(other)(x), net(x))
 

@@ -114,9 +114,7 @@ def _drawn(draw: Callable[[], Any]) -> Any:
         return draw()
 
 
-def make_entry(
-    name: str, build: Callable[[], nn.Module], draw: Callable[[], Any], gain: float = 1.3
-) -> Entry:
+def make_entry(name: str, build: Callable[[], nn.Module], draw: Callable[[], Any], gain: float = 1.3) -> Entry:
     return Entry(name, partial(_made, build, draw, gain), partial(_drawn, draw))
 
 

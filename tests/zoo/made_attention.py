@@ -263,9 +263,7 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.router, self.head = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 5)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 10), nn.SiLU(), nn.Linear(10, 8)) for _ in range(3)
-        )
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 10), nn.SiLU(), nn.Linear(10, 8)) for _ in range(3))
 
     def forward(self, x):
         x = self.embed(x)

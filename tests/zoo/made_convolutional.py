@@ -211,9 +211,7 @@ class FlattenToLinear(nn.Sequential):
     """Each channel becomes sixteen inputs of the linear layer, and thereafter one."""
 
     def __init__(self) -> None:
-        super().__init__(
-            conv(3, 8), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 12), nn.ReLU(), nn.Linear(12, 5)
-        )
+        super().__init__(conv(3, 8), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 12), nn.ReLU(), nn.Linear(12, 5))
 
 
 class Multiplicities(nn.Module):

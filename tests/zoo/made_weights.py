@@ -65,9 +65,7 @@ class Fourier(nn.Module):
 
     def forward(self, x):
         spectrum = torch.fft.rfft2(self.stem(x), norm="ortho")
-        return self.head(
-            torch.fft.irfft2(spectrum * torch.view_as_complex(self.filters), norm="ortho").relu()
-        )
+        return self.head(torch.fft.irfft2(spectrum * torch.view_as_complex(self.filters), norm="ortho").relu())
 
 
 class PoolAndUnpool(nn.Module):

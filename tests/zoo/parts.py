@@ -29,6 +29,5 @@ def pictures(*kinds: type[nn.Module]) -> list[Entry]:
 def snake(name: str) -> str:
     """``ConstantView`` becomes ``constant_view``."""
     return "".join(
-        f"_{c.lower()}" if c.isupper() and i and not name[i - 1].isupper() else c.lower()
-        for i, c in enumerate(name)
+        f"_{c.lower()}" if c.isupper() and i and not name[i - 1].isupper() else c.lower() for i, c in enumerate(name)
     )

@@ -101,9 +101,7 @@ def _swin(version: int) -> nn.Module:
 
 
 def _vit() -> nn.Module:
-    return _tv(
-        "VisionTransformer", image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=48, mlp_dim=96
-    )
+    return _tv("VisionTransformer", image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=48, mlp_dim=96)
 
 
 def _maxvit() -> nn.Module:

@@ -43,9 +43,7 @@ from spalier.errors import (
 Predicate = Callable[[str, nn.Module], bool]
 Targets = str | Sequence[str] | Predicate | None
 
-SUPPORTED = (
-    "Linear, Conv1d/2d/3d, ConvTranspose1d/2d/3d, Embedding, MultiheadAttention and Hugging Face's Conv1D"
-)
+SUPPORTED = "Linear, Conv1d/2d/3d, ConvTranspose1d/2d/3d, Embedding, MultiheadAttention and Hugging Face's Conv1D"
 
 
 class Names:
@@ -78,9 +76,7 @@ def patterns_of(what: str, value: str | Sequence[str]) -> list[str]:
     """One pattern or several, as a list; anything else is an error."""
     patterns = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else None
     if not patterns or not all(isinstance(p, str) and p for p in patterns):
-        raise ConfigError(
-            f"{what} is {value!r}, expected a name, a pattern such as 'layer4.*', or a list of them"
-        )
+        raise ConfigError(f"{what} is {value!r}, expected a name, a pattern such as 'layer4.*', or a list of them")
     return patterns
 
 
@@ -95,9 +91,7 @@ def select_named(names: Names, what: str, value: str | Sequence[str] | None) -> 
     return chosen
 
 
-def select_adaptable(
-    names: Names, targets: Targets, excluded: set[nn.Module]
-) -> dict[nn.Module, dict[str, Geometry]]:
+def select_adaptable(names: Names, targets: Targets, excluded: set[nn.Module]) -> dict[nn.Module, dict[str, Geometry]]:
     """The layers to adapt, with the geometry of their weights, in the network's order."""
     if targets is None:
         chosen: Iterable[nn.Module] = names.of
@@ -361,11 +355,7 @@ def _fit(
         else:
             unpaid.add(layer)
     if not adapted:
-        why = (
-            "no rank pays for any layer"
-            if unpaid
-            else "it has no layer that can be adapted outside of the head"
-        )
+        why = "no rank pays for any layer" if unpaid else "it has no layer that can be adapted outside of the head"
         raise TargetError(f"nothing to adapt in this network: {why}")
     return _Plan(adapted, learned, unpaid)
 
@@ -450,9 +440,7 @@ def _row(name: str, module: nn.Module, own: dict[str, nn.Parameter], plan: _Plan
     if not fits:
         return Row(name, kind, parameters, None, 0, "adapter (tied)")
     adapted = sum(geometry.numel for geometry, _ in fits)
-    return Row(
-        name, kind, parameters, fits[0][1].rank, sum(fit.learned for _, fit in fits), "adapter", adapted
-    )
+    return Row(name, kind, parameters, fits[0][1].rank, sum(fit.learned for _, fit in fits), "adapter", adapted)
 
 
 def _check_arguments(net: object, adapter: object, targets: object, norms: object) -> None:
@@ -473,9 +461,7 @@ def _check_arguments(net: object, adapter: object, targets: object, norms: objec
             "the network, or one that it shares modules with, is adapted already; call detach_ on that first"
         )
     if is_uninitialised(net):
-        raise UnsupportedLayerError(
-            "the network has a lazy layer without a shape yet; run one batch through it first"
-        )
+        raise UnsupportedLayerError("the network has a lazy layer without a shape yet; run one batch through it first")
 
 
 def _check_finite(names: Names, plan: _Plan) -> None:

@@ -269,9 +269,7 @@ class Attachment:
         """Refuse to go on where adapted layers (or any module, if ``whole``) were taken out of the network since."""
         present = set(self.root.modules())
         gone = [e.name for e in self.updated if e.layer not in present]
-        gone += [
-            type(m).__name__ for m in self.flags if whole and m not in present and not isinstance(m, Added)
-        ]
+        gone += [type(m).__name__ for m in self.flags if whole and m not in present and not isinstance(m, Added)]
         if gone:
             raise AttachmentError(
                 f"modules were replaced or removed since attach_ ({', '.join(gone[:3])}); put them back first"
@@ -302,9 +300,7 @@ def attachment_of(net: nn.Module) -> Attachment:
         raise AttachmentError(
             f"this {type(net).__name__} wraps the adapted network; pass the network that attach_ was given"
         )
-    raise AttachmentError(
-        f"this {type(net).__name__} is not adapted; expected a network that attach_ was called on"
-    )
+    raise AttachmentError(f"this {type(net).__name__} is not adapted; expected a network that attach_ was called on")
 
 
 def copies_of(modules: list[nn.Module], learned: set[nn.Module]) -> list[Replaced]:

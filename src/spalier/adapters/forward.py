@@ -274,11 +274,7 @@ _VECTOR = 16
 
 def is_strided_pointwise(layer: nn.Module) -> bool:
     """True for 1x1 convolutions with a stride: once pruned to few inputs, their native weight gradient is faulty."""
-    return (
-        isinstance(layer, nn.Conv2d | nn.ConvTranspose2d)
-        and max(layer.kernel_size) == 1
-        and max(layer.stride) > 1
-    )
+    return isinstance(layer, nn.Conv2d | nn.ConvTranspose2d) and max(layer.kernel_size) == 1 and max(layer.stride) > 1
 
 
 def _overruns(layer: Any) -> bool:
@@ -428,9 +424,7 @@ class _Conv(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, *window: Any
-    ) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, *window: Any) -> Tensor:
         at = Window(*window)
         if down.dim() > 2 or _fusing_pays(len(x) * at.outputs(x.shape[2:]).numel(), weight):
             return at.convolve(x, _fused(weight, down, up), bias)
@@ -513,9 +507,7 @@ def _grad_input(grad: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tenso
     return grad_x
 
 
-def _grad_whole_kernel(
-    grad: Tensor, x: Tensor, down: Tensor, up: Tensor, at: Window
-) -> tuple[Tensor, Tensor]:
+def _grad_whole_kernel(grad: Tensor, x: Tensor, down: Tensor, up: Tensor, at: Window) -> tuple[Tensor, Tensor]:
     # the whole kernel of ``down`` is a convolution to r channels, so its gradient is an ordinary one with r outputs
     thin_grad = _project(grad.flatten(2), up).view(len(grad), len(up), *grad.shape[2:])
     grad_down = at.backward(thin_grad, x, down, of="weight")

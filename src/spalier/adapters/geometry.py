@@ -133,8 +133,7 @@ _NORMS = (
 def is_transformers_conv1d(module: nn.Module) -> bool:
     """Hugging Face's ``Conv1D``, a linear layer with a transposed weight, recognised without importing it."""
     return any(
-        kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
-        for kind in type(module).__mro__
+        kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils" for kind in type(module).__mro__
     )
 
 
@@ -260,9 +259,7 @@ class Window(NamedTuple):
 
     def is_aligned(self) -> bool:
         """True where the centre tap of each output meets the input at the same position."""
-        centred = (
-            d * (k // 2) == p for k, p, d in zip(self.kernel, self.padding, self.dilation, strict=True)
-        )
+        centred = (d * (k // 2) == p for k, p, d in zip(self.kernel, self.padding, self.dilation, strict=True))
         odd = (k % 2 == 1 for k in self.kernel)
         return all(s == 1 for s in self.stride) and all(centred) and all(odd)
 

@@ -130,9 +130,7 @@ def train(
 @settings_option
 @click.option("--over", multiple=True, metavar="KEY=V1,V2", help="Values to go through, in all combinations.")
 @click.option("--jobs", type=click.IntRange(1), default=1, help="How many runs at once on this machine.")
-@click.option(
-    "--place", type=click.Choice(["local", "ray"]), default="local", help="Here, or on a Ray cluster."
-)
+@click.option("--place", type=click.Choice(["local", "ray"]), default="local", help="Here, or on a Ray cluster.")
 @click.option("--threads", type=click.IntRange(1), help="Of each run.")
 def sweep(
     console: Console,
@@ -176,9 +174,7 @@ def sweep(
 @base_options
 @click.option("--data", help="Data by name, as for train; by default those of the run.")
 @click.option("--data-folder", type=FOLDER, help="Where data sets lie.")
-@click.option(
-    "--part", type=click.Choice(["test", "validation", "train"]), default="test", help="Which samples."
-)
+@click.option("--part", type=click.Choice(["test", "validation", "train"]), default="test", help="Which samples.")
 @click.option("--image-size", type=click.IntRange(1), help="The side of the images; by default the task's.")
 def eval_(console: Console, tasks: tuple[str, ...], base: str | None, part: str, **options: Any) -> None:
     """Build tasks and measure their accuracy.
@@ -215,9 +211,7 @@ def eval_(console: Console, tasks: tuple[str, ...], base: str | None, part: str,
     console.show(table(["task", "data", part, "accuracy", "loss", "in the file"], cells), {"tasks": rows})
 
 
-def _data_of(
-    task: Task, file: Path, base: str | None, data: str | None, folder: str | None, size: int | None
-) -> Data:
+def _data_of(task: Task, file: Path, base: str | None, data: str | None, folder: str | None, size: int | None) -> Data:
     """The samples of a task's classes: from data by name, or from those of the run that it lies in."""
     from spalier.data import open_data
 

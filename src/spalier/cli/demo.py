@@ -165,9 +165,7 @@ def _measure(
             latency = 1e3 * timed.timing(name, "eager", BATCH_SIZE).latency
             known = {key: row[key] for key in ("channels", "learned", "bytes", "macs")}
             times = {"latency_ms": latency, "speed_up": base_ms / latency, "switch_ms": switches[name]}
-            rows.append(
-                {"task": _words(TASKS[task]), "method": method, "accuracy": row["test"], **known, **times}
-            )
+            rows.append({"task": _words(TASKS[task]), "method": method, "accuracy": row["test"], **known, **times})
     return rows, base_ms
 
 
@@ -183,9 +181,7 @@ def shown(found: dict[str, Any]) -> str:
     others = [row for row in found["rows"] if row["method"] != "splora" and row["task"] == smallest["task"]]
     same = min(others, key=lambda row: abs(row["channels"] - smallest["channels"]))
     base, place = found["base"], shlex.quote(found["folder"])
-    of_base = (
-        f"{base['accuracy']:.1%} right on its own digits, {base['latency_ms']:.2f} ms for {BATCH_SIZE} images"
-    )
+    of_base = f"{base['accuracy']:.1%} right on its own digits, {base['latency_ms']:.2f} ms for {BATCH_SIZE} images"
     run = f"{place}/runs/4to6-splora"
     how = "learned before, in this folder; measured again in" if found["learned_before"] else "made in"
     following = [

@@ -229,21 +229,16 @@ EXISTING_FILE, EXISTING_FOLDER = (
     click.Path(exists=True, dir_okay=False),
     click.Path(exists=True, file_okay=False),
 )
-JSON = click.Option(
-    ["--json"], is_flag=True, expose_value=False, help="Print one JSON document instead of text."
-)
+JSON = click.Option(["--json"], is_flag=True, expose_value=False, help="Print one JSON document instead of text.")
 
 
-def command(
-    name: str | None = None, group: click.Group | None = None
-) -> Callable[[Callable[..., Any]], click.Command]:
+def command(name: str | None = None, group: click.Group | None = None) -> Callable[[Callable[..., Any]], click.Command]:
     """Make a command of a function that takes the console first. The examples of its docstring end its help."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         text, _, examples = inspect.cleandoc(function.__doc__ or "").partition("Examples:\n")
-        epilog = "\b\nExamples:\n" + textwrap.indent(
-            textwrap.dedent(examples), "  "
-        )  # \b: lines stay as they are
+        # \b: lines stay as they are
+        epilog = "\b\nExamples:\n" + textwrap.indent(textwrap.dedent(examples), "  ")
         made = click.command(name, help=text, epilog=epilog)(click.pass_obj(function))
         made.params.append(JSON)
         if group is not None:

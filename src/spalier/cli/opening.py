@@ -40,9 +40,7 @@ def network_options(command: Any) -> Any:
     """The options of a network that is named by an argument."""
     weights = click.option("--weights", type=FILE, help="Its weights: safetensors, or .pth of tensors.")
     number = click.IntRange(1)
-    classes = click.option(
-        "--classes", type=number, help="How many classes it has; by default its own number."
-    )
+    classes = click.option("--classes", type=number, help="How many classes it has; by default its own number.")
     text = "What else its constructor takes; repeatable."
     others = click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help=text)
     return weights(classes(others(command)))
@@ -70,9 +68,9 @@ def settings_list_option(command: Any) -> Any:
         context.exit()
 
     text = "List all settings with their defaults, and exit."
-    return click.option(
-        "--settings", "_", is_flag=True, is_eager=True, expose_value=False, callback=show, help=text
-    )(command)
+    return click.option("--settings", "_", is_flag=True, is_eager=True, expose_value=False, callback=show, help=text)(
+        command
+    )
 
 
 def open_base(
@@ -84,9 +82,7 @@ def open_base(
     run = run_in(Path(base))
     if run is None:
         if Path(base).is_dir():
-            raise ConfigError(
-                f"{base} is a folder without a run in it (run.yaml); expected a run or a network's name"
-            )
+            raise ConfigError(f"{base} is a folder without a run in it (run.yaml); expected a run or a network's name")
         return open_network(base, classes=classes, weights=weights, **_constructor_options(options))
     if options:
         raise click.UsageError(f"--option is for a network's name, and {base} is a run, which has options.")
@@ -144,14 +140,11 @@ def run_beside(file: Path) -> str:
     folder = file.resolve().parent.parent
     run = run_in(folder)
     if run is None:
-        raise click.UsageError(
-            "--base is missing: the network that the tasks were learned on, or its run's folder."
-        )
+        raise click.UsageError("--base is missing: the network that the tasks were learned on, or its run's folder.")
     library, colon, _ = run.network.partition(":")
     if colon and library not in ("torchvision", "timm", "hf", "given"):
         raise click.UsageError(
-            f"{folder} says that its network is made by code ({run.network}); where you trust it, pass "
-            f"--base {folder}."
+            f"{folder} says that its network is made by code ({run.network}); where you trust it, pass --base {folder}."
         )
     return str(folder)
 
@@ -168,9 +161,7 @@ def task_files(given: Sequence[str]) -> list[Path]:
             path = path / "tasks"
         inside = sorted(path.glob(f"*{SUFFIX}"), key=_by_density) if path.is_dir() else [path]
         if not inside:
-            raise TaskFileError(
-                "missing", f"{text} has no task files (*{SUFFIX}); expected a file or a store"
-            )
+            raise TaskFileError("missing", f"{text} has no task files (*{SUFFIX}); expected a file or a store")
         for file in inside:
             found.setdefault(file.resolve(), file)
     return list(found.values())

@@ -43,9 +43,7 @@ def list_(console: Console, store: str) -> None:
     listing = opened.list()
     runs = sorted(path.parent.name for path in Path(store).glob("*/run.yaml"))
     if not listing and runs:
-        raise TaskFileError(
-            "missing", f"{store} is a folder of runs; name one of them, such as {store}/{runs[0]}"
-        )
+        raise TaskFileError("missing", f"{store} is a folder of runs; name one of them, such as {store}/{runs[0]}")
     text = str(listing)
     if any(entry.is_sound for entry in listing):
         text += f"\n\n{opened.report()}"
@@ -96,13 +94,9 @@ def verify(console: Console, tasks: tuple[str, ...], base: str | None, **network
         except TaskFileError as error:
             errors[file] = error
     # A file's name may hold anything, escape codes of terminals too.
-    cells = [
-        [ascii(str(file))[1:-1], f"{error.code}: {error}" if error else "sound"]
-        for file, error in errors.items()
-    ]
+    cells = [[ascii(str(file))[1:-1], f"{error.code}: {error}" if error else "sound"] for file, error in errors.items()]
     rows = [
-        {"file": str(file), "sound": error is None}
-        | {"code": error and error.code, "error": error and str(error)}
+        {"file": str(file), "sound": error is None} | {"code": error and error.code, "error": error and str(error)}
         for file, error in errors.items()
     ]
     console.show(table(["file", "state"], cells), {"tasks": rows, "base": base})
@@ -183,9 +177,7 @@ def _one_file(task: str) -> Path:
     return files[0]
 
 
-def _build(
-    task: str, base: str | None, fold: bool, network: dict[str, Any]
-) -> tuple[Task, nn.Module, nn.Module]:
+def _build(task: str, base: str | None, fold: bool, network: dict[str, Any]) -> tuple[Task, nn.Module, nn.Module]:
     """A task, its base, and the network that they make together."""
     file = _one_file(task)
     found = load_task(file)
@@ -201,9 +193,7 @@ def _checked_ending(out: str, known: tuple[str, ...], *read: str | None) -> str:
             f"{out!r} is no name for it, expected one that ends in {', '.join(known)}.", param_hint="-o"
         )
     if not path.absolute().parent.is_dir():
-        raise click.BadParameter(
-            f"there is no folder {path.absolute().parent}; make it first.", param_hint="-o"
-        )
+        raise click.BadParameter(f"there is no folder {path.absolute().parent}; make it first.", param_hint="-o")
     if any(other is not None and path.resolve() == Path(other).resolve() for other in read):
         raise click.BadParameter(f"{out!r} is what is read; give another name.", param_hint="-o")
     return path.suffix
@@ -218,9 +208,7 @@ TOLERANCE = 1e-3
 @command(group=task)
 @TASK_FILE
 @base_options
-@click.option(
-    "--out", "-o", required=True, type=FILE, help="A .onnx, .pt2 (torch.export) or .pte (ExecuTorch) file."
-)
+@click.option("--out", "-o", required=True, type=FILE, help="A .onnx, .pt2 (torch.export) or .pte (ExecuTorch) file.")
 @click.option("--shape", help="The shape of one input; by default the task's images.")
 @click.option("--fold/--no-fold", default=True, help="Fold batch norms into the layers before them.")
 def export(

@@ -105,9 +105,7 @@ class ActivationCriterion(Criterion):
         Gradients are those of each sample's own loss. Channels of one unit, and calls of one layer, are added up; then
         the absolute value is taken for each sample, and the mean over all samples.
         """
-        raise ScoreError(
-            f"{type(self).__name__} does not say what an activation is worth; define of_activations()"
-        )
+        raise ScoreError(f"{type(self).__name__} does not say what an activation is worth; define of_activations()")
 
     def measure(self, probe: Probe, batches: Any, loss: Any) -> Values:
         """A score for every unit that is left, by stream and layer."""

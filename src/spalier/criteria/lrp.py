@@ -85,9 +85,7 @@ def explain(twin: nn.Module, batch: Batch, record: Record) -> None:
 def _logits(output: Any) -> Tensor:
     found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if not isinstance(found, Tensor):
-        raise ScoreError(
-            f"the network returns a {type(output).__name__}, expected a tensor or something with logits"
-        )
+        raise ScoreError(f"the network returns a {type(output).__name__}, expected a tensor or something with logits")
     return found
 
 
@@ -105,9 +103,7 @@ def _one_hot(logits: Tensor, batch: Batch) -> Tensor:
 @torch.no_grad()
 def fold_norms_(twin: nn.Module, probe: Probe) -> None:
     """Fold each batch norm into the layer before it, where that layer has no other; others pass relevance on."""
-    axes = {
-        m.tensor: m.axis for stream in probe.structure.streams for m in stream.members if m.role == "writer"
-    }
+    axes = {m.tensor: m.axis for stream in probe.structure.streams for m in stream.members if m.role == "writer"}
     norms: dict[str, set[str | None]] = {}
     for site in probe.structure.sites:
         norms.setdefault(site.writer, set()).add(site.norm)

@@ -129,9 +129,7 @@ def loss_of(loss: Any, output: Any, batch: Batch, net: nn.Module) -> Tensor:
             ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-        raise ScoreError(
-            f"the loss is a {type(value).__name__}{shape}, expected one number, the batch's mean"
-        )
+        raise ScoreError(f"the loss is a {type(value).__name__}{shape}, expected one number, the batch's mean")
     if not torch.isfinite(value):
         raise ScoreError(
             f"the loss of batch {batch.number} is {float(value.detach())}{_first_not_finite(net, batch)}; look at its "
@@ -486,9 +484,7 @@ class Probe:
             if literal:
                 for norm in (m for m in twin.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)):
                     norm.training = True  # the published code scored in train mode
-            with watched(
-                twin, watches, measure, gradients=gradients, values=values, before_norm=literal
-            ) as record:
+            with watched(twin, watches, measure, gradients=gradients, values=values, before_norm=literal) as record:
                 for batch in batches_of(batches, self.net, what):
                     self._observe_one(twin, batch, loss, record, gradients)
                     totals.add(record.take(), batch, literal)

@@ -251,9 +251,7 @@ def _alpha_beta(run: Callable[[Tensor, Tensor], Tensor], weight: Tensor) -> Shar
     def share(x: Tensor, relevance: Tensor) -> Tensor:
         positive = weight.clamp(min=0)
         if _is_positive(x):  # behind a rectifier; no contribution is negative then
-            return _back(
-                lambda v: run(v, positive), x, lambda z: torch.div(relevance, z.add_(EPSILON), out=z)
-            )
+            return _back(lambda v: run(v, positive), x, lambda z: torch.div(relevance, z.add_(EPSILON), out=z))
         parts = [(x.clamp(min=0), positive), (x.clamp(max=0), weight.clamp(max=0))]
         with torch.enable_grad():
             leaves = [part.requires_grad_() for part, _ in parts]
@@ -277,9 +275,7 @@ def _is_positive(x: Tensor) -> bool:
 Rule = Callable[..., Any]
 
 
-def _convolution(
-    func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
-) -> Tensor:
+def _convolution(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
     if not x.requires_grad or weight.requires_grad:
         raise ScoreError("lrp has no rule for a convolution whose kernel is computed; use another criterion")
     return _apply(
@@ -389,9 +385,7 @@ def _mul(func: Any, a: Any, b: Any, **kwargs: Any) -> Tensor:
     if not isinstance(a, Tensor) or not a.requires_grad:
         a, b = b, a
     if not isinstance(b, Tensor) or not b.requires_grad:
-        return (
-            _apply(_Passed, a, lambda v: v * b) if _same_shape(a, b) else _apply(_Product, a, b, (1.0, 0.0))
-        )
+        return _apply(_Passed, a, lambda v: v * b) if _same_shape(a, b) else _apply(_Product, a, b, (1.0, 0.0))
     # a gate, as in squeeze-and-excitation, has fewer numbers than what it gates
     if a.numel() == b.numel():
         return _apply(_Product, a, b, (0.5, 0.5))
@@ -426,9 +420,7 @@ def _out_of_place(func: Any) -> Any:
     name = str(getattr(func, "__name__", ""))
     if name.endswith("_") and not name.startswith("__"):
         plain = name.rstrip("_")
-        return (
-            getattr(torch.nn.functional, plain, None) or getattr(torch, plain, None) or getattr(Tensor, plain)
-        )
+        return getattr(torch.nn.functional, plain, None) or getattr(torch, plain, None) or getattr(Tensor, plain)
     return func
 
 

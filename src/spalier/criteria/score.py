@@ -63,9 +63,7 @@ class Scores:
             return found[0].copy()
         known = [layer for parts in self.layers.values() for layer in parts]
         close = get_close_matches(str(name), known, n=3) or known[:3]
-        raise ScoreError(
-            f"no layer {name!r} was scored; expected a name such as {', '.join(map(repr, close))}"
-        )
+        raise ScoreError(f"no layer {name!r} was scored; expected a name such as {', '.join(map(repr, close))}")
 
     def of(self, stream: str, normalise: Normalise | None = None, aggregate: Aggregate = "sum") -> Floats:
         """The scores of a stream: each of its layers normalised, then brought together."""

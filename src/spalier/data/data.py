@@ -239,11 +239,7 @@ def listed_labels(dataset: Any) -> Ints | None:
     if getattr(dataset, "target_transform", None) is not None:
         return None  # what is listed is not what comes out
     names = ("targets", "labels", "_labels")
-    lists = (
-        dataset.tensors[1:]
-        if isinstance(dataset, TensorDataset)
-        else [getattr(dataset, n, ()) for n in names]
-    )
+    lists = dataset.tensors[1:] if isinstance(dataset, TensorDataset) else [getattr(dataset, n, ()) for n in names]
     for listed in lists:
         with suppress(ValueError, TypeError, RuntimeError):  # ragged lists, and whatever else has such a name
             labels = np.asarray(listed)
@@ -278,9 +274,7 @@ def _item(dataset: Dataset[Any], index: int, name: str) -> tuple[Any, int]:
     try:
         item = dataset[index]
     except Exception as error:
-        failed = DataError(
-            f"{name}: sample {index} cannot be had: {type(error).__name__}: {printable(error)}"
-        )
+        failed = DataError(f"{name}: sample {index} cannot be had: {type(error).__name__}: {printable(error)}")
         failed.add_note(traceback.format_exc())  # the cause is lost on the way from a worker
         raise failed from error
     if not isinstance(item, (tuple, list)) or len(item) != 2:
@@ -348,9 +342,7 @@ def limited(labels: Ints, most: int, seed: int) -> NDArray[np.bool_]:
     if most >= len(labels):
         return np.ones(len(labels), bool)
     if most < len(counts):
-        raise ConfigError(
-            f"max_train_samples is {most}, expected at least one for each of the {len(counts)} classes"
-        )
+        raise ConfigError(f"max_train_samples is {most}, expected at least one for each of the {len(counts)} classes")
     return _draw(labels, 1 + _spread(counts - 1, most - len(counts)), seed, LIMIT)
 
 
@@ -424,9 +416,7 @@ class Preprocessing:
     std: Color
 
     @staticmethod
-    def small(
-        size: int, mean: Color = IMAGENET_MEAN, std: Color = IMAGENET_STD, flip: bool = True
-    ) -> Preprocessing:
+    def small(size: int, mean: Color = IMAGENET_MEAN, std: Color = IMAGENET_STD, flip: bool = True) -> Preprocessing:
         """Small images are stored as they come out, and padded by an eighth for random crops."""
         return Preprocessing(size, size, max(1, size // 8), flip, mean, std)
 
@@ -508,9 +498,7 @@ def normalize(images: Images, preprocessing: Preprocessing) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _scale_and_shift(
-    preprocessing: Preprocessing, pixels: int
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _scale_and_shift(preprocessing: Preprocessing, pixels: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Factors and summands for a whole image in one row: numpy is slow at inner loops over three channels."""
     mean, std = np.array(preprocessing.mean), np.array(preprocessing.std)
     scale, shift = 1 / (255 * std), -mean / std

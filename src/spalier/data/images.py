@@ -135,9 +135,7 @@ def find_in_folder(path: str, labels: bool) -> Samples:
     """PATH/train/CLASS/* with val and test beside it, or PATH/CLASS/*; without labels, all images below PATH."""
     root = Path(path).expanduser()
     if not root.is_dir():
-        raise DataError(
-            f"there is no folder {printable(root.absolute())}; expected folder:PATH with images by class"
-        )
+        raise DataError(f"there is no folder {printable(root.absolute())}; expected folder:PATH with images by class")
     split_folders, others = _split_folders(root, labels)
     folders = split_folders or {TRAIN: root}
     classes = _classes(folders) if labels else ()
@@ -171,9 +169,7 @@ def _split_folders(root: Path, labels: bool) -> tuple[dict[int, Path], list[str]
         return {}, []
     for names in named.values():
         if len(names) > 1:
-            raise DataError(
-                f"{printable(root)} has {first_few(names)}, expected one of them; leave or rename one"
-            )
+            raise DataError(f"{printable(root)} has {first_few(names)}, expected one of them; leave or rename one")
     splits = {split: root / names[0] for split, names in named.items() if names}
     return splits, [name for name in folders if root / name not in splits.values()]
 
@@ -284,9 +280,7 @@ def _decode_into(images: Images, files: Sequence[File]) -> Decoded:
                 return
             image = to_rgb(decode(found) if isinstance(found, bytes) else found)
             images[i] = center_square(image, images.shape[1])
-            digests[i] = hashlib.sha256(
-                found if isinstance(found, bytes) else images[i].tobytes()
-            ).hexdigest()
+            digests[i] = hashlib.sha256(found if isinstance(found, bytes) else images[i].tobytes()).hexdigest()
         except MemoryError:
             raise
         except Exception as error:
@@ -319,9 +313,7 @@ def _decode_with_cache(files: Sequence[File], shape: tuple[int, ...], folder: Pa
     try:
         folder.mkdir(parents=True, exist_ok=True)
         images = np.lib.format.open_memmap(scratch, "w+", np.uint8, shape)
-        if hasattr(
-            os, "posix_fallocate"
-        ):  # take the space now: a disk that is full later would kill the process
+        if hasattr(os, "posix_fallocate"):  # take the space now: a disk that is full later would kill the process
             with scratch.open("r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, scratch.stat().st_size)
         decoded = _decode_into(images, files)
@@ -368,9 +360,7 @@ def decode(data: bytes) -> Any:
     width, height = image.size
     most = pillow().MAX_IMAGE_PIXELS  # Pillow itself only warns up to twice this
     if most is not None and width * height > 2 * most:
-        raise pillow().DecompressionBombError(
-            f"{width:,} x {height:,} pixels, at most {2 * most:,} are decoded"
-        )
+        raise pillow().DecompressionBombError(f"{width:,} x {height:,} pixels, at most {2 * most:,} are decoded")
     image.load()
     return image
 

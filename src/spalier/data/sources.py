@@ -104,9 +104,7 @@ def open_data(
     _check_classes(name, samples)
     samples = samples.with_validation(share, seed)
     chosen = [np.flatnonzero(samples.splits == split) for split in (TRAIN, VALIDATION, TEST)]
-    train, validation, test = (
-        ArraySplit(decoded.images, rows[at], samples.labels[at], preprocessing) for at in chosen
-    )
+    train, validation, test = (ArraySplit(decoded.images, rows[at], samples.labels[at], preprocessing) for at in chosen)
     contents = (f"{file.name}\0{decoded.digests[i]}" for i, file in zip(rows, samples.files, strict=True))
     return Data(
         name=name,
@@ -122,9 +120,7 @@ def open_data(
     )
 
 
-def _find(
-    name: str, folder: Path, size: int | None, labels: bool, download: bool
-) -> tuple[Samples, Preprocessing]:
+def _find(name: str, folder: Path, size: int | None, labels: bool, download: bool) -> tuple[Samples, Preprocessing]:
     kind, _, rest = name.partition(":")
     if name == "digits":
         half = (0.5, 0.5, 0.5)
@@ -179,9 +175,7 @@ def _digits() -> Samples:
     """scikit-learn's handwritten digits: 1,797 images of 8x8 that come with the library."""
     found = import_optional("sklearn.datasets", "the data set digits", DataError).load_digits()
     images = np.round(found.images * (255 / 16)).astype(np.uint8)  # 0..16 to 0..255
-    files = tuple(
-        File(str(i), partial(pillow().fromarray, image), "digits") for i, image in enumerate(images)
-    )
+    files = tuple(File(str(i), partial(pillow().fromarray, image), "digits") for i, image in enumerate(images))
     labels = found.target.astype(np.int64)
     return Samples(tuple("0123456789"), labels, np.full(len(labels), TRAIN), files).with_test()
 
@@ -286,9 +280,7 @@ def _hugging_face_splits(library: Any, name: str) -> dict[int, Any]:
     full = {each: rows for each, rows in splits.items() if len(rows)}
     chosen = {split: full[each] for split, names in SPLIT_NAMES.items() for each in names if each in full}
     if TRAIN not in chosen:
-        raise DataError(
-            f"hf:{printable(name)} has the splits {first_few(list(splits))}, expected train among them"
-        )
+        raise DataError(f"hf:{printable(name)} has the splits {first_few(list(splits))}, expected train among them")
     return chosen
 
 
@@ -311,9 +303,7 @@ def _hugging_face_labels(name: str, rows: Any, label: str | None, classes: tuple
         return np.full(len(rows), -1)
     own = tuple(map(str, getattr(rows.features[label], "names", ())))
     if own != classes:
-        raise DataError(
-            f"hf:{printable(name)} has splits of other classes: {first_few(own)} and {first_few(classes)}"
-        )
+        raise DataError(f"hf:{printable(name)} has splits of other classes: {first_few(own)} and {first_few(classes)}")
     return np.array([-1 if value is None else value for value in rows[label]], np.int64)
 
 

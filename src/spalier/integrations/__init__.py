@@ -38,9 +38,7 @@ class Stepper:
         if not isinstance(schedule, Schedule):
             raise ConfigError(f"schedule is a {type(schedule).__name__}, expected a spalier.Schedule")
         if not (net is None or isinstance(net, str) or callable(net)):
-            raise ConfigError(
-                f"net is a {type(net).__name__}, expected a submodule's name, a function, or None"
-            )
+            raise ConfigError(f"net is a {type(net).__name__}, expected a submodule's name, a function, or None")
         if every not in ("epoch", "step"):
             raise ConfigError(f'every is {every!r}, expected "epoch" or "step"')
         self.schedule = copy.copy(schedule)
@@ -56,9 +54,7 @@ class Stepper:
     def step_(self, module: nn.Module, done: float, total: float, optimizers: Iterable[Optimizer]) -> float:
         """Prune if it is time to, after so many steps of so many; the share that should be left now."""
         if not 0 < total < math.inf:
-            raise ConfigError(
-                f"training takes {total} steps, expected a number; limit its epochs or its steps"
-            )
+            raise ConfigError(f"training takes {total} steps, expected a number; limit its epochs or its steps")
         if is_distributed():
             raise ConfigError(
                 "training runs in several processes, whose wrapper expects shapes to stay; train in one, or prune in "

@@ -116,9 +116,7 @@ _BY_SHAPE: dict[type[nn.Module], tuple[str, ...]] = {
 }
 
 
-def resized_by_tensors(
-    module: nn.Module, kept: Mapping[str, tuple[Ints | None, ...]]
-) -> dict[str, Any] | None:
+def resized_by_tensors(module: nn.Module, kept: Mapping[str, tuple[Ints | None, ...]]) -> dict[str, Any] | None:
     """The same where the tensors of a module say all that there is to know; None where they do not."""
     entry = _entry_of(module)
     lacks_weights = isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm) and module.weight is None
@@ -424,9 +422,7 @@ def fold_into_(layer: Any, norm: Any, axis: int) -> None:
     layer.bias = nn.Parameter(shift, requires_grad=False)
     if type(norm).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
         # the same object, wherever else the network holds it; its hooks and a gather behind it stay
-        kept = {
-            key: value for key, value in vars(norm).items() if key.endswith("_hooks") or key == "_modules"
-        }
+        kept = {key: value for key, value in vars(norm).items() if key.endswith("_hooks") or key == "_modules"}
         norm.__class__ = nn.Identity
         norm.__dict__ = {**nn.Identity().__dict__, **kept, "training": False}
     else:  # of another library, perhaps with an activation in it

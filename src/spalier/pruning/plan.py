@@ -143,9 +143,7 @@ def _size(structure: Structure, name: str, writers: Writers) -> int:
         )
     known = [*structure.index, *(structure.free_writers if writers == "free" else ())]
     close = get_close_matches(str(name), known, n=3) or known[:3] or ["none: it has no streams"]
-    raise PlanError(
-        f"{name!r} is no stream of this network; expected a name such as {', '.join(map(repr, close))}"
-    )
+    raise PlanError(f"{name!r} is no stream of this network; expected a name such as {', '.join(map(repr, close))}")
 
 
 def _units(name: str, units: Iterable[int], size: int | None) -> tuple[int, ...]:

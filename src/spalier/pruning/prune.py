@@ -256,9 +256,7 @@ def components_of(attachment: Attachment | None, ranks: Mapping[str, tuple[int, 
             names = ", ".join(map(repr, list(known)[:3])) or "none: the network is not adapted"
             raise PlanError(f"{name!r} has no low-rank adapter; expected a name such as {names}")
         if components[-1] >= update.rank:
-            raise PlanError(
-                f"component {components[-1]} of {name!r} does not exist; it has rank {update.rank}"
-            )
+            raise PlanError(f"component {components[-1]} of {name!r} does not exist; it has rank {update.rank}")
         found[update] = np.array(components)
     return found
 

@@ -108,9 +108,7 @@ def calibration_of(given: Any) -> tuple[Recovery, Any]:
     inputs = [(args, {**{k: kw[k] for k in order if k in kw}, **kw}) for args, kw in inputs]
     flat = [tree_flatten(each) for each in inputs]
     if any(tree != flat[0][1] for _, tree in flat):
-        raise RecoveryError(
-            "the calibration batches cannot be put together; expected the same inputs in each"
-        )
+        raise RecoveryError("the calibration batches cannot be put together; expected the same inputs in each")
     sizes = [_samples(values) for values, _ in flat]
     try:
         joined = [_joined(each, sizes) for each in zip(*(values for values, _ in flat), strict=True)]
@@ -303,9 +301,7 @@ class _Solver:
         for inputs, part in features(layer, x, missing, whole, self.recovery.rows):
             moments.add(inputs, part)
         moments.power = _power(wanted, axis, centred=moments.centred)
-        self.layers[name] = set_best_(
-            moments, layer, update, self.recovery.ridge, self.changes, shifts=shifts
-        )
+        self.layers[name] = set_best_(moments, layer, update, self.recovery.ridge, self.changes, shifts=shifts)
 
 
 def _channels(values: Tensor, axis: int, index: Tensor) -> Tensor:
@@ -363,9 +359,7 @@ def _run(net: nn.Module, args: Any, kwargs: Any) -> None:
     except RecoveryError:  # of a hook
         raise
     except Exception as error:  # whatever the network's own code raises
-        raise RecoveryError(
-            f"the network does not run on the calibration batches: {first_line(error)}"
-        ) from error
+        raise RecoveryError(f"the network does not run on the calibration batches: {first_line(error)}") from error
 
 
 class Lockstep:
@@ -394,15 +388,11 @@ class Lockstep:
         """What a layer returned; the layers have to be asked for in the order in which they run."""
         name, value = self._handed.get()
         if isinstance(value, BaseException):
-            raise RecoveryError(
-                f"the unpruned network does not run on the calibration batches: {value}"
-            ) from value
+            raise RecoveryError(f"the unpruned network does not run on the calibration batches: {value}") from value
         if not name:
             raise RecoveryError(f"{layer} does not run in the unpruned network")
         if name != layer:
-            raise RecoveryError(
-                f"the layers run in another order than before the prune: {layer} instead of {name}"
-            )
+            raise RecoveryError(f"the layers run in another order than before the prune: {layer} instead of {name}")
         assert isinstance(value, Tensor)
         return value
 

@@ -61,9 +61,7 @@ class Moments:
         return missing - x @ update
 
 
-def features(
-    layer: Any, x: Tensor, missing: Tensor, whole: bool, rows: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def features(layer: Any, x: Tensor, missing: Tensor, whole: bool, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
     """What an update multiplies and what it should make of it, laid out, some samples at a time."""
     if isinstance(layer, nn.Linear):
         # all positions of all samples as one sample: (1, features, positions)

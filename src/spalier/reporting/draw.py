@@ -564,9 +564,7 @@ def leaf_paths(removed_at: Sequence[int], x: float, y: float, half: float, room:
             if each == 1:
                 found[held[0]].append(_leaf(at, y, pitch, room, sign, -1 if place % 2 else 1))
                 continue
-            for step in sorted(
-                set(held)
-            ):  # a stroke for all, and on it a shorter one for all that stay longer
+            for step in sorted(set(held)):  # a stroke for all, and on it a shorter one for all that stay longer
                 tall = min(1.6 * room, _TALLEST_STROKE) * sum(other >= step for other in held) / each
                 found[step].append(f"M{at:.1f} {y - tall / 2:.1f}v{tall:.1f}")
     return {step: "".join(pieces) for step, pieces in sorted(found.items())}

@@ -135,9 +135,7 @@ def write_errors(folder: Path) -> Iterator[None]:
     except TaskFileError as error:
         if error.code != "write":
             raise
-        raise RunError(
-            "write", f"{error}; make room or set its permissions, and run again to resume"
-        ) from error
+        raise RunError("write", f"{error}; make room or set its permissions, and run again to resume") from error
     except OSError as error:
         raise RunError(
             "write",

@@ -56,9 +56,7 @@ class Engine:
         self.example = torch.zeros(2, *data.shape, device=machine.device)
         self.batch_size = config.batch_size
         if len(data.train) < config.batch_size:  # one batch of what all processes can share equally
-            self.batch_size = max(
-                len(data.train) // machine.world_size * machine.world_size, machine.world_size
-            )
+            self.batch_size = max(len(data.train) // machine.world_size * machine.world_size, machine.world_size)
         self.loader = self._loader(data.train, is_training=True)
         self.signals = StopSignals()
         self.started = self.saved = time.monotonic()

@@ -75,9 +75,7 @@ def mean_loss(output: Any, labels: Tensor) -> Tensor:
 # learning rates
 
 
-def lr_factor(
-    kind: Literal["step", "cosine", "constant"], step: int, steps: int, warmup: float = 0.0
-) -> float:
+def lr_factor(kind: Literal["step", "cosine", "constant"], step: int, steps: int, warmup: float = 0.0) -> float:
     """What the learning rate is multiplied by at one step of a block; it rises to 1 over ``warmup`` steps first.
 
     >>> [round(lr_factor("step", i, 8), 3) for i in range(8)]
@@ -150,9 +148,7 @@ def restore_optimizer_(optimizer: Optimizer, net: nn.Module, state: Mapping[str,
     for place, value in state.items():
         key, _, name = place.partition("/")
         if name not in parameters:
-            raise RunError(
-                "checkpoint", f"the checkpoint has a state of {name!r}, which the network does not learn"
-            )
+            raise RunError("checkpoint", f"the checkpoint has a state of {name!r}, which the network does not learn")
         parameter = parameters[name]
         device = "cpu" if key == "step" else parameter.device  # where PyTorch keeps it
         optimizer.state[parameter][key] = value.to(device).clone()
@@ -198,9 +194,7 @@ class Average:
         """Move a little towards the network's values; integers, which count batches, are taken as they are."""
         own: Tensors = dict(learned_parameters(net)) | dict(net.named_buffers())
         moving = [name for name, value in self.values.items() if value.is_floating_point()]
-        torch._foreach_lerp_(
-            [self.values[n] for n in moving], [own[n].detach() for n in moving], 1 - self.decay
-        )
+        torch._foreach_lerp_([self.values[n] for n in moving], [own[n].detach() for n in moving], 1 - self.decay)
         for name in self.values.keys() - set(moving):
             self.values[name].copy_(own[name])
 
@@ -318,9 +312,7 @@ def latency_ms(net: nn.Module, example: Tensor) -> float:
 # blocks
 
 
-def block_row(
-    position: Position, target: float, task: Task, seen: Mapping[str, Evaluation]
-) -> dict[str, Any]:
+def block_row(position: Position, target: float, task: Task, seen: Mapping[str, Evaluation]) -> dict[str, Any]:
     """The numbers of a block that are the same each time the run is made."""
     density, validation, test = task.info.density, seen.get("validation"), seen.get("test")
     return {
@@ -375,9 +367,7 @@ def check_start_task(config: Settings, task: Task) -> None:
     found = task.info.adapter
     if found["kind"] != ADAPTERS[config.method].__name__:
         learned_with = next(name for name, kind in ADAPTERS.items() if kind.__name__ == found["kind"])
-        raise ConfigError(
-            f"method is {config.method!r}, and start_task was learned with {learned_with!r}; set that"
-        )
+        raise ConfigError(f"method is {config.method!r}, and start_task was learned with {learned_with!r}; set that")
     if found.get("rank", config.rank) != config.rank:
         raise ConfigError(f"rank is {config.rank}, and start_task has rank {found['rank']}; set that")
     left = share_left(task, config.budget)
@@ -392,8 +382,7 @@ def check_start_task(config: Settings, task: Task) -> None:
 def row_in_words(row: dict[str, Any]) -> str:
     """A row in a line, for the progress."""
     channels, macs, validation, test = (
-        "-" if row[name] is None else f"{row[name]:.1%}"
-        for name in ("channels", "macs", "validation", "test")
+        "-" if row[name] is None else f"{row[name]:.1%}" for name in ("channels", "macs", "validation", "test")
     )
     return (
         f"{row['task']}: {channels} of channels, {macs} of MACs, {row['learned']:,} learned, "
@@ -461,11 +450,7 @@ def example_images(
     None where samples are no images, or have no labels.
     """
     indices = np.sort(np.random.default_rng(0).permutation(len(split))[:_EXAMPLES_FROM])
-    if (
-        not len(indices)
-        or bool((split.labels < 0).any())
-        or not _are_images(split.fetch(indices[:1], None)[0])
-    ):
+    if not len(indices) or bool((split.labels < 0).any()) or not _are_images(split.fetch(indices[:1], None)[0]):
         return None
     starts = range(0, len(indices), batch_size)
     batches = (to_device(split.fetch(indices[i : i + batch_size], None)[0]) for i in starts)
@@ -474,10 +459,7 @@ def example_images(
     sure, guess = logits.softmax(1).max(1)
     is_right = guess == labels
     chosen = [*_surest(sure, labels, ~is_right), *_surest(sure, labels, is_right)]
-    items = [
-        {"label": int(labels[i]), "guess": int(guess[i]), "confidence": round(float(sure[i]), 4)}
-        for i in chosen
-    ]
+    items = [{"label": int(labels[i]), "guess": int(guess[i]), "confidence": round(float(sure[i]), 4)} for i in chosen]
     tiles, side = _tiles(split.fetch(indices[np.array(chosen, np.int64)], None)[0])
     return {"side": side, "columns": _EXAMPLES, "items": items}, _png(tiles, side)
 

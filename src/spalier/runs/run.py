@@ -168,18 +168,14 @@ def _name_objects(config: Settings, network: nn.Module | None, data: Data | None
                 f"network is a {type(network).__name__}, expected a torch.nn.Module; names go in the settings"
             )
         if any(tensor.is_meta for tensor in (*network.parameters(), *network.buffers())):
-            raise ConfigError(
-                "the network is on the meta device, where nothing can be learned; load its weights first"
-            )
+            raise ConfigError("the network is on the meta device, where nothing can be learned; load its weights first")
         if is_marked(network):
             raise AttachmentError("the network is adapted already; call spalier.detach_(net) first")
         _refuse(config, "a network", "weights", "network_options")
         named["network"] = f"{_GIVEN}{type(network).__name__}"
     if data is not None:
         if not isinstance(data, Data):
-            raise ConfigError(
-                f"data is a {type(data).__name__}, expected spalier.data.Data; Data.of(dataset) makes it"
-            )
+            raise ConfigError(f"data is a {type(data).__name__}, expected spalier.data.Data; Data.of(dataset) makes it")
         _refuse(config, "data", "max_train_samples", "classes", "image_size", "validation_split")
         _refuse(config, "data", "skip_bad", "cache_folder", "data_folder")
         named["data"] = f"{_GIVEN}{data.name}"
@@ -195,9 +191,7 @@ def _refuse(config: Settings, what: str, *names: str) -> None:
     defaults = Settings().given
     for name in names:
         if config.given[name] != defaults[name]:
-            raise ConfigError(
-                f"{name} is set, and {what} was given, which it does not apply to; leave one of them out"
-            )
+            raise ConfigError(f"{name} is set, and {what} was given, which it does not apply to; leave one of them out")
 
 
 def _done(folder: RunFolder, network: nn.Module | None, data: Data | None) -> Results:
@@ -234,10 +228,7 @@ def _memory_errors(config: Settings, folder: RunFolder) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         words = " ".join(str(error).split())[:200]
         # PyTorch's CPU allocator raises a plain RuntimeError
-        if (
-            not isinstance(error, MemoryError | torch.OutOfMemoryError)
-            and "can't allocate memory" not in words
-        ):
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in words:
             raise
         raise RunError(
             "memory",
@@ -316,9 +307,7 @@ def _with_classes(config: Settings, data: Data) -> Data:
 
 def _open_network(config: Settings, data: Data) -> nn.Module:
     if config.weights is None and ":" not in config.network:
-        _LOG.warning(
-            "%s starts from random weights; set weights to a file of pretrained ones", config.network
-        )
+        _LOG.warning("%s starts from random weights; set weights to a file of pretrained ones", config.network)
     return open_network(
         config.network,
         classes=len(data.classes),

@@ -54,9 +54,7 @@ RECIPES = {
     for column, recipe in enumerate(("paper", "fast"))
 }
 """``paper`` is section 4 of *Structured Pruning Adapters*, as its text has it. ``fast`` is for small data."""
-RESUMABLE = frozenset(
-    {"num_workers", "cache_folder", "data_folder", "channels_last", "checkpoint_seconds", "trackers"}
-)
+RESUMABLE = frozenset({"num_workers", "cache_folder", "data_folder", "channels_last", "checkpoint_seconds", "trackers"})
 """Settings that a run may be resumed with other values of: they change nothing, or only rounding (channels_last)."""
 SELECT_OPTIONS = ("normalise", "aggregate", "min_keep", "round_to", "protect", "rank")
 _SMALL_IMAGES = ("digits", "CIFAR10", "CIFAR100", "FashionMNIST", "KMNIST", "MNIST", "SVHN", "USPS")
@@ -425,9 +423,7 @@ def _check(config: Settings) -> None:
     _check_densities(config)
     knows_nothing = config.teacher == "self" and config.start_task is None
     if not config.labels and (config.teacher is None or knows_nothing):
-        raise ConfigError(
-            'labels is false; expected a teacher: a task file, or "self" together with start_task'
-        )
+        raise ConfigError('labels is false; expected a teacher: a task file, or "self" together with start_task')
     if config.keep_best and not config.validation_split:
         raise ConfigError("keep_best is true, which needs validation_split above 0")
     config.make_adapter()
@@ -576,9 +572,7 @@ def write_yaml(values: Mapping[str, Any]) -> str:
     lines = []
     for name, value in _plain(values).items():
         if value not in (None, {}):
-            inline = (
-                None if isinstance(value, dict | list) else False
-            )  # PyYAML's None: only inner values inline
+            inline = None if isinstance(value, dict | list) else False  # PyYAML's None: only inner values inline
             lines.append(yaml.safe_dump({name: value}, default_flow_style=inline, **options))
     return "".join(lines)
 

@@ -72,9 +72,7 @@ class Sweep:
 
     def _combinations(self) -> dict[str, dict[str, Any]]:
         """The values of each run, by its name."""
-        combinations = [
-            dict(zip(self.over, values, strict=True)) for values in itertools.product(*self.over.values())
-        ]
+        combinations = [dict(zip(self.over, values, strict=True)) for values in itertools.product(*self.over.values())]
         return {_name_of(given): given for given in combinations}
 
     @staticmethod
@@ -183,9 +181,7 @@ class Sweep:
 def _checked_values(over: Any) -> dict[str, tuple[Any, ...]]:
     """The values to go through, each as its setting wants it."""
     if not isinstance(over, Mapping) or not over:
-        raise ConfigError(
-            f"over is {over!r}, expected lists of values by setting, such as {{'seed': [0, 1]}}"
-        )
+        raise ConfigError(f"over is {over!r}, expected lists of values by setting, such as {{'seed': [0, 1]}}")
     check_known(over, "over")
     found = {}
     for name, values in over.items():
@@ -202,8 +198,7 @@ def _name_of(given: Mapping[str, Any]) -> str:
     texts = {name: _text(value) for name, value in given.items()}
     whole = ",".join(f"{name}={text}" for name, text in texts.items())
     says_all = all(
-        re.fullmatch(_WORD if isinstance(value, str) else "[a-z0-9.-]+", texts[name])
-        for name, value in given.items()
+        re.fullmatch(_WORD if isinstance(value, str) else "[a-z0-9.-]+", texts[name]) for name, value in given.items()
     )
     if says_all and len(whole) <= _LONGEST_NAME:
         return whole
@@ -378,9 +373,7 @@ class SweepResults:
         ]
         lines = [table([*self.over, *TITLES], cells)]
         if self.failed:
-            lines.append(
-                f"{len(self.failed)} failed in {str(self.folder)!a}; run the sweep again to resume them"
-            )
+            lines.append(f"{len(self.failed)} failed in {str(self.folder)!a}; run the sweep again to resume them")
         return "\n".join([*lines, *(f"{name}: {why} (logs/{name}.txt)" for name, why in self.failed.items())])
 
     def to_csv(self) -> str:
@@ -396,9 +389,7 @@ class SweepResults:
         averaged = (over,) if isinstance(over, str) else tuple(over)
         for name in averaged:
             if name not in self.over:
-                raise ConfigError(
-                    f"the sweep does not go through {name!r}, expected some of {', '.join(self.over)}"
-                )
+                raise ConfigError(f"the sweep does not go through {name!r}, expected some of {', '.join(self.over)}")
         others = [name for name in self.over if name not in averaged]
         groups: dict[str, list[Row]] = {}
         for row in self.rows:

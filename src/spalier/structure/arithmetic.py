@@ -110,9 +110,7 @@ def _note_roles(walk: Walk, operands: Sequence[Operand], letter: str, *, is_kept
     for value, axes in operands:
         if value.is_static and letter in axes:
             shared = any(letter in other for v, other in operands if v is not value)
-            role: Kind = (
-                "writer" if is_kept and not shared else "reader" if shared and not is_kept else "rider"
-            )
+            role: Kind = "writer" if is_kept and not shared else "reader" if shared and not is_kept else "rider"
             walk.note_role(value, value.on(axes.index(letter)), role)
 
 

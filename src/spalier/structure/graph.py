@@ -106,10 +106,7 @@ def copied(example: Any) -> Any:
 def preserved(net: nn.Module) -> Iterator[None]:
     """Run a network and put everything back: buffers that it writes into, random numbers that it draws."""
     # a forward may write into a buffer, or put another tensor in its place; both come back
-    held = [
-        (m, dict(m._buffers), [b if b is None else b.clone() for b in m._buffers.values()])
-        for m in net.modules()
-    ]
+    held = [(m, dict(m._buffers), [b if b is None else b.clone() for b in m._buffers.values()]) for m in net.modules()]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:

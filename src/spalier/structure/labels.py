@@ -203,9 +203,7 @@ class _Resolution:
             self._merge(left[news], right[news])
         return bool((held & (count > 0)).any() or emptied.any() or misfits or news.any())
 
-    def _agree(
-        self, own: Ints, roots: Ints, live: Mask, chosen: Mask
-    ) -> tuple[list[tuple[Ints, Ints]], bool]:
+    def _agree(self, own: Ints, roots: Ints, live: Mask, chosen: Mask) -> tuple[list[tuple[Ints, Ints]], bool]:
         """Two rules for one label: their members are the same, one by one. If they cannot be, all of them stay.
 
         Returns the pairs, and whether some rules did not fit.
@@ -264,10 +262,7 @@ def _table(rules: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
     if not rules:
         return np.empty(0, np.int64), np.empty((1, 0), np.int64)
     most = max(len(members) for _, members in rules)
-    filled = [
-        np.concatenate([members, np.full((most - len(members), members.shape[1]), NONE)])
-        for _, members in rules
-    ]
+    filled = [np.concatenate([members, np.full((most - len(members), members.shape[1]), NONE)]) for _, members in rules]
     return np.concatenate([labels for labels, _ in rules]), np.concatenate(filled, axis=1)
 
 

@@ -267,9 +267,7 @@ _LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_tra
 
 def find_folds(program: ExportedProgram, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Layers, and the batch norms that alone take their outputs, channel by channel; each is called once."""
-    tensors: dict[Any, str] = {
-        node: name for name, nodes in placeholders(program, names).items() for node in nodes
-    }
+    tensors: dict[Any, str] = {node: name for name, nodes in placeholders(program, names).items() for node in nodes}
     kinds = (*_LAYERS, "batch_norm")
     calls = Counter(module_of(node) for node in program.graph.nodes if operation(node) in kinds)
     for node in program.graph.nodes:

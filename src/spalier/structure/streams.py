@@ -162,9 +162,7 @@ class Assembly:
             for m in self.streams[number].members
         ]
         streams = [self.streams[number] for number in kept]
-        return Assembly(
-            streams, self.frozen + frozen, self.resolved, renumbered[self.streams_of], self.units_of
-        )
+        return Assembly(streams, self.frozen + frozen, self.resolved, renumbered[self.streams_of], self.units_of)
 
 
 def extents_of(walk: Walk, assembly: Assembly) -> list[Extent]:
@@ -240,9 +238,7 @@ def assemble(walk: Walk) -> Assembly:
         else:
             stream_of[atoms], unit_of[atoms] = len(streams), np.arange(len(atoms))
             streams.append(Stream(_name(members, names), len(atoms), tuple(members)))
-    frozen = _frozen(
-        axes, size, resolved, found, {why: np.concatenate(each) for why, each in refused.items()}
-    )
+    frozen = _frozen(axes, size, resolved, found, {why: np.concatenate(each) for why, each in refused.items()})
     return Assembly(streams, frozen, resolved, stream_of, unit_of)
 
 
@@ -300,14 +296,11 @@ def _groups(found: _Occurrences) -> list[tuple[Ints, Ints]]:
     order = np.argsort(group[place], kind="stable")
     bounds = np.searchsorted(group[place][order], np.arange(len(first) + 1))
     return [
-        (atoms[group == number], np.sort(order[bounds[number] : bounds[number + 1]]))
-        for number in np.argsort(first)
+        (atoms[group == number], np.sort(order[bounds[number] : bounds[number + 1]])) for number in np.argsort(first)
     ]
 
 
-def _members(
-    axes: list[LabelledAxis], axis: Ints, index: Ints, unit: Ints, roles: Mapping[int, Kind]
-) -> list[Member]:
+def _members(axes: list[LabelledAxis], axis: Ints, index: Ints, unit: Ints, roles: Mapping[int, Kind]) -> list[Member]:
     members = []
     for number in np.unique(axis):
         labelled = axes[number]
@@ -340,9 +333,7 @@ def _frozen(
         held = resolved.root[whole][~free[whole]] if axis.owner else np.empty(0, np.int64)
         why, counts = np.unique(_why(held, resolved, reason), return_counts=True)
         named = ((texts[index], int(count)) for index, count in zip(why, counts, strict=True))
-        listed += [
-            Frozen(axis.owner, axis.axis, count, axis.size, text) for text, count in named if text != TAPS
-        ]
+        listed += [Frozen(axis.owner, axis.axis, count, axis.size, text) for text, count in named if text != TAPS]
     return listed
 
 

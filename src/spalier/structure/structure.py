@@ -101,9 +101,7 @@ class Structure:
         total = left = 0
         for name in self.parameters:
             shape = self.shapes[name]
-            stays = [
-                kept_indices(self.axes.get((name, a), ()), n, nothing).sum() for a, n in enumerate(shape)
-            ]
+            stays = [kept_indices(self.axes.get((name, a), ()), n, nothing).sum() for a, n in enumerate(shape)]
             total += math.prod(shape)
             left += math.prod(map(int, stays))
         return (total - left) / total if total else 0.0
@@ -148,10 +146,7 @@ class Structure:
         }
 
     def __str__(self) -> str:
-        rows = [
-            [s.name, f"{s.size:,}", _short(s.writers), _short(s.readers), str(len(s.riders))]
-            for s in self.streams
-        ]
+        rows = [[s.name, f"{s.size:,}", _short(s.writers), _short(s.readers), str(len(s.riders))] for s in self.streams]
         text = table(["stream", "units", "writers", "readers", "riders"], rows) if rows else "no streams"
         frozen = [[f"{f.tensor}[{f.axis}]", f"{f.count:,} of {f.size:,}", f.reason] for f in self.frozen]
         if frozen:
@@ -167,9 +162,7 @@ def _short(names: Sequence[str]) -> str:
 def structure_of(net: nn.Module, given: Structure | None) -> Structure:
     """The structure that was passed, or the one that an adapted network remembers."""
     if isinstance(net, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise ConfigError(
-            f"net is wrapped in {type(net).__name__}; pass the network inside of it, net.module"
-        )
+        raise ConfigError(f"net is wrapped in {type(net).__name__}; pass the network inside of it, net.module")
     if given is not None:
         return given
     found = attachment_of(net).structure if is_marked(net) else None
@@ -350,9 +343,7 @@ def _coded(value: Any) -> Any:
 def from_dict(data: Mapping[str, Any]) -> Structure:
     """The structure that `Structure.to_dict` wrote down; it has no graph, so `prune_` needs ``check=False`` with it."""
     if data.get("format") != FORMAT:
-        raise TraceError(
-            f"the structure has format {data.get('format')!r}, expected {FORMAT}; trace the network again"
-        )
+        raise TraceError(f"the structure has format {data.get('format')!r}, expected {FORMAT}; trace the network again")
     shapes = {name: tuple(shape) for name, shape in data["shapes"].items()}
     return Structure(
         fingerprint=data["fingerprint"],
@@ -369,8 +360,7 @@ def from_dict(data: Mapping[str, Any]) -> Structure:
             for name, stream, members, module, axis in data["writers"]
         ),
         extents=tuple(
-            Extent(module, tuple(sizes), tuple(map(_axis_units, units)))
-            for module, sizes, units in data["extents"]
+            Extent(module, tuple(sizes), tuple(map(_axis_units, units))) for module, sizes, units in data["extents"]
         ),
         sites=tuple(
             Site(writer, stream, module, side, axis, _axis_units(units), norm)

@@ -66,9 +66,7 @@ def apply_(task: Task, net: nn.Module, example: Any) -> None:
 def _owners(base: Base, names: set[str]) -> set[str]:
     """The modules that hold any of these parameters, also those that share one with another."""
     return {
-        name.rpartition(".")[0]
-        for name, first in base.ties.items()
-        if first in names and base.flags[first] is not None
+        name.rpartition(".")[0] for name, first in base.ties.items() if first in names and base.flags[first] is not None
     }
 
 

@@ -207,9 +207,7 @@ def _is_immutable(value: object) -> bool:
     return isinstance(value, _IMMUTABLE) or (isinstance(value, tuple) and all(map(_is_immutable, value)))
 
 
-_COPYING = frozenset(
-    ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__deepcopy__", "__slots__")
-)
+_COPYING = frozenset(("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__deepcopy__", "__slots__"))
 
 
 def _copies_itself(module: nn.Module) -> bool:

@@ -70,9 +70,7 @@ def check_base(task: Task, base: Base) -> None:
     if base.architecture(table.heads) != task.info.base.architecture:
         raise _misfit(f"the task was learned on another architecture than this {type(base.net).__name__}")
     if base.values_without(table.own) != task.info.base.values:
-        raise _misfit(
-            "the base has other weights than the one that the task was learned on", code="base-values"
-        )
+        raise _misfit("the base has other weights than the one that the task was learned on", code="base-values")
 
 
 def _check_table(table: Table, base: Base) -> None:
@@ -138,9 +136,7 @@ class _Builder:
                 made[name] = self._like_base(name, tensor)
         for name, tensor in self.base.tensors.items():
             if name not in made:
-                made[name] = self._like_base(
-                    name, tensor.detach() if self._share else tensor.detach().clone()
-                )
+                made[name] = self._like_base(name, tensor.detach() if self._share else tensor.detach().clone())
         return made
 
     def _like_base(self, name: str, values: Tensor) -> Tensor:
@@ -217,9 +213,7 @@ class _Builder:
         made = torch.from_numpy(small)
         return made if axis == 1 else made.permute(0, 3, 1, 2)
 
-    def _fused(
-        self, name: str, source: LowRank | Pointwise, geometry: Geometry, cut: Cut, factors: Tensor
-    ) -> Tensor:
+    def _fused(self, name: str, source: LowRank | Pointwise, geometry: Geometry, cut: Cut, factors: Tensor) -> Tensor:
         """Any layer with any adapter, on any device."""
         weight = self._cut(self.base.tensors[name], cut)
         wide = weight if weight.dtype.itemsize >= 4 else weight.float()
@@ -400,9 +394,7 @@ def fold_(modules: dict[str, nn.Module], pairs: Sequence[tuple[str, str]]) -> No
         if isinstance(module, _BatchNorm) or module in folded:
             reason = _obstacle(module, folded.get(module), times)
             if reason:
-                raise TaskFileError(
-                    "fold", f"{path} cannot be folded exactly: {reason}; build without fold=True"
-                )
+                raise TaskFileError("fold", f"{path} cannot be folded exactly: {reason}; build without fold=True")
     for norm, layer in folded.items():
         fold_into_(layer, norm, _OUTPUT_AXES[type(layer)])
 

@@ -46,9 +46,7 @@ def extract(net: nn.Module, structure: Structure | None, name: str, said: Mappin
         info = replace(task.info, name=name, storage="exact", **said)
         return replace(task, info=info, **_numbers(task.table.rows, owners))
     if PRUNED_MARK in net.__dict__ and structure is None:
-        raise PlanError(
-            "the network is pruned, and its structure is not known; pass structure= as for prune_"
-        )
+        raise PlanError("the network is pruned, and its structure is not known; pass structure= as for prune_")
     return _Extractor(net, attachment, structure, owners).task(name, said)
 
 
@@ -95,9 +93,7 @@ class _Extractor:
         writers = () if structure is None else structure.writers
         self.writers = [w for w in writers if w.name in self.kept.writers]
         """Free writers that have fewer units than their stream."""
-        self.learned = {
-            id(entry.copy) for entry in self.attachment.replaced if isinstance(entry.copy, nn.Parameter)
-        }
+        self.learned = {id(entry.copy) for entry in self.attachment.replaced if isinstance(entry.copy, nn.Parameter)}
         """Parameters that learn in copies of the base's."""
         self.attributes = (self.net.__dict__.get(PRUNED_MARK) or {}).get("attributes", {})
         """The base's values of attributes that pruning has changed, by module."""
@@ -228,9 +224,7 @@ def _base_tensors(attachment: Attachment, owners: Mapping[str, list[Owner]]) -> 
     before |= {(id(e.module), e.kind, e.key): e.moved_original() for e in attachment.replaced}
     found = {}
     for name, (owner, *_) in owners.items():
-        found[name] = moved(
-            before.get((id(owner.module), owner.place, owner.key), owner.tensor), owner.tensor
-        )
+        found[name] = moved(before.get((id(owner.module), owner.place, owner.key), owner.tensor), owner.tensor)
     return found
 
 

@@ -72,9 +72,7 @@ def check_name(name: object) -> str:
     >>> check_name("flowers-102")
     'flowers-102'
     """
-    rule = (
-        f"expected 1 to {MAX_NAME} of the letters a-z, A-Z, digits, '-', '_' and '.', a letter or digit first"
-    )
+    rule = f"expected 1 to {MAX_NAME} of the letters a-z, A-Z, digits, '-', '_' and '.', a letter or digit first"
     if not isinstance(name, str):
         raise TaskFileError("name", f"a task's name is a {type(name).__name__}, {rule}")
     if len(name) > MAX_NAME:
@@ -186,9 +184,7 @@ def _header_length(start: bytes, size: int) -> int:
     is_ours = 2 <= length <= MAX_HEADER and start[8:] in (b"", b"{")  # a length may look like a pickle
     for magic, what in _FOREIGN.items():
         if start.startswith(magic) and not is_ours:
-            raise TaskFileError(
-                "foreign", f"the file is {what}, expected a task file (NAME.task.safetensors)"
-            )
+            raise TaskFileError("foreign", f"the file is {what}, expected a task file (NAME.task.safetensors)")
     if len(start) < 8:
         raise TaskFileError("truncated", f"the file has {size} bytes, too few for a task file")
     if not 2 <= length <= MAX_HEADER:
@@ -206,9 +202,7 @@ def _parse_header(header: bytes, size: int) -> tuple[dict[str, Any], list[_Entry
         raise TaskFileError("header", "the header is a list, expected names and tensors")
     metadata = found.pop("__metadata__", None)
     if not isinstance(metadata, dict) or set(metadata) != {KEY} or not isinstance(metadata[KEY], str):
-        raise TaskFileError(
-            "header", f"the file has no metadata {KEY!r} (and nothing else): it is no task file"
-        )
+        raise TaskFileError("header", f"the file has no metadata {KEY!r} (and nothing else): it is no task file")
     # lone surrogates are legal in JSON; as bytes they are no UTF-8, so the description is refused
     description = parse_json("metadata", "the description", metadata[KEY].encode("utf-8", "surrogatepass"))
     if not isinstance(description, dict):
@@ -220,9 +214,7 @@ def _parse_header(header: bytes, size: int) -> tuple[dict[str, Any], list[_Entry
             raise TaskFileError("ranges", f"{entry.name} begins at {entry.begin}, expected {end}")
         end = entry.end
     if end > size:
-        raise TaskFileError(
-            "truncated", f"the tensors need {end:,} bytes, and the file has {size:,} for them"
-        )
+        raise TaskFileError("truncated", f"the tensors need {end:,} bytes, and the file has {size:,} for them")
     if end < size:
         raise TaskFileError("ranges", f"{size - end:,} bytes at the end belong to no tensor")
     return description, entries
@@ -235,9 +227,7 @@ def _entry(name: str, spec: object) -> _Entry:
         raise TaskFileError("header", f"{name} lacks dtype, shape or data_offsets, or has more")
     dtype, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]
     if not isinstance(dtype, str) or dtype not in TENSORS[name]:
-        raise TaskFileError(
-            "dtype", f"{name} is {quoted(dtype)}, expected {' or '.join(sorted(TENSORS[name]))}"
-        )
+        raise TaskFileError("dtype", f"{name} is {quoted(dtype)}, expected {' or '.join(sorted(TENSORS[name]))}")
     if not (is_sizes(shape, 1) and is_sizes(offsets, 2)):
         raise TaskFileError("header", f"{name} has another shape or range than one axis, from begin to end")
     begin, end = offsets
@@ -249,11 +239,7 @@ def _entry(name: str, spec: object) -> _Entry:
 def is_sizes(values: object, count: int) -> bool:
     """True for a list of so many integers from 0 to 2^63 - 1."""
     # not isinstance: True is an int, too
-    return (
-        isinstance(values, list)
-        and len(values) == count
-        and all(type(v) is int and 0 <= v < 2**63 for v in values)
-    )
+    return isinstance(values, list) and len(values) == count and all(type(v) is int and 0 <= v < 2**63 for v in values)
 
 
 def _tensor(entry: _Entry, data: bytearray) -> Tensor:

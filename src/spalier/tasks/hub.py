@@ -167,9 +167,7 @@ def push(
         # without private, the owner's default counts: it may be private
         known = api.create_repo(repository, private=private or None, exist_ok=True).repo_id
         if private and not api.model_info(known).private:
-            raise TaskFileError(
-                "hub", f"{repository!a} is public already, nothing was uploaded; make it private first"
-            )
+            raise TaskFileError("hub", f"{repository!a} is public already, nothing was uploaded; make it private first")
         contents = {f"{name}{SUFFIX}": data, "README.md": card(task, len(data), known).encode()}
         commit = api.create_commit(
             known,
@@ -207,9 +205,7 @@ def pull(
     asked = f"pulling {name!r} from {repository!a}"
     # a folder of its own: in the hub's cache files are links, which `Task.load` refuses
     with _one_error(asked, token), tempfile.TemporaryDirectory(prefix="spalier-") as folder:
-        path = _api(endpoint, token).hf_hub_download(
-            repository, f"{name}{SUFFIX}", revision=revision, local_dir=folder
-        )
+        path = _api(endpoint, token).hf_hub_download(repository, f"{name}{SUFFIX}", revision=revision, local_dir=folder)
         task = Task.load(path)
     return store.add(task, name, overwrite=overwrite)
 
@@ -233,9 +229,7 @@ def _one_error(asked: str, token: str | None) -> Iterator[None]:
     except TaskFileError:
         raise
     except ImportError as error:
-        raise TaskFileError(
-            "hub", f"{asked} needs the package huggingface_hub: pip install 'spalier[hub]'"
-        ) from error
+        raise TaskFileError("hub", f"{asked} needs the package huggingface_hub: pip install 'spalier[hub]'") from error
     except Exception as error:  # it has several families of errors, its HTTP library others, by version
         leaks = any(_without_token(str(one), token) != str(one) for one in _chain(error))
         raise TaskFileError("hub", f"{asked}: {_answer(error, token)}") from (None if leaks else error)

@@ -107,14 +107,10 @@ class Store:
             known = first_few(list(self)) or "none"
             raise TaskFileError("missing", f"the store has no task {name!r}; it has {known}") from None
 
-    def add(
-        self, task: Task, name: str | None = None, *, storage: Storage = "exact", overwrite: bool = False
-    ) -> Path:
+    def add(self, task: Task, name: str | None = None, *, storage: Storage = "exact", overwrite: bool = False) -> Path:
         """Write a task into the store, under its own name or another; whole and durable, or not at all."""
         if not isinstance(task, Task):
-            raise TaskFileError(
-                "name", f"what is added is a {type(task).__name__}, expected a Task (Task.of)"
-            )
+            raise TaskFileError("name", f"what is added is a {type(task).__name__}, expected a Task (Task.of)")
         name = task.name if name is None else name
         target = self.path(name)
         with self._lock():  # nobody may take the name between the look and the write
@@ -162,17 +158,13 @@ class Store:
         infos = [(entry, entry.info) for entry in entries if entry.info is not None]
         bases = {info.base.architecture for _, info in infos}
         if len(bases) > 1:
-            raise TaskFileError(
-                "base", f"the store's tasks are for {len(bases)} bases; keep a store for each base"
-            )
+            raise TaskFileError("base", f"the store's tasks are for {len(bases)} bases; keep a store for each base")
         parameters = [] if base is None else [*base.parameters()]
         width = parameters[0].element_size() if parameters else 4
         costs, whole = [], sum(p.nbytes for p in parameters)
         for entry, info in infos:
             if info.density.weights is None:
-                raise TaskFileError(
-                    "metadata", f"the task {entry.name!r} does not say how many weights it keeps"
-                )
+                raise TaskFileError("metadata", f"the task {entry.name!r} does not say how many weights it keeps")
             kept, of = info.density.weights
             costs.append(TaskCost(entry.name, entry.size, kept * width))
             whole = whole if parameters else max(whole, of * width)

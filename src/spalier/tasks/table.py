@@ -132,9 +132,7 @@ class _Cutter:
         if row.uncut is not None:
             return row.uncut
         known = self._known
-        indices = tuple(
-            [known[m] if m in known else self._index(row, axis) for axis, m in enumerate(row.masks)]
-        )
+        indices = tuple([known[m] if m in known else self._index(row, axis) for axis, m in enumerate(row.masks)])
         shape = tuple([n if i is None else len(i) for n, i in zip(row.shape, indices, strict=True)])
         matrices = () if isinstance(row.source, str) else _matrices(row, row.source, indices[0], shape)
         cut = Cut(indices, shape, shape == row.shape, matrices)
@@ -202,9 +200,7 @@ class Table:
     @cached_property
     def own(self) -> frozenset[str]:
         """The tensors that the task has of its own."""
-        return frozenset(
-            name for row in self.rows if row.source in ("values", "integers") for name in row.names
-        )
+        return frozenset(name for row in self.rows if row.source in ("values", "integers") for name in row.names)
 
     @cached_property
     def integers(self) -> int:
@@ -332,9 +328,7 @@ class _Parser:
         streams = tuple((self._text(name), self._size(units)) for name, units in self._lists("streams", 2))
         self._check_unique("stream", [name for name, _ in streams])
         writers = tuple(
-            Writer(
-                self._text(n), self._number(s, 0, len(streams) - 1), self._text(m), self._number(a, -64, 63)
-            )
+            Writer(self._text(n), self._number(s, 0, len(streams) - 1), self._text(m), self._number(a, -64, 63))
             for n, s, m, a in self._lists("writers", 4)
         )
         self._check_unique("writer", [w.name for w in writers])
@@ -390,9 +384,7 @@ class _Parser:
         if len(entry) == 4:
             mask, count, run, times = (self._number(n, 0, 2**31) for n in entry)
             if count * run * times != size or not size:
-                raise TaskFileError(
-                    "mask", f"a pattern of {count * run * times} indices lies on an axis of {size}"
-                )
+                raise TaskFileError("mask", f"a pattern of {count * run * times} indices lies on an axis of {size}")
             self._count_indices(size)
             units = pattern(count, run, times)
         elif len(entry) == 2:
@@ -405,9 +397,7 @@ class _Parser:
             raise TaskFileError("mask", f"a mask of {self.sizes[mask]} units does not fit an axis of {size}")
         return Placement(mask, units)
 
-    def _source(
-        self, data: list[Any], keys: tuple[str, ...], shape: tuple[int, ...], axes: tuple[Any, ...]
-    ) -> Source:
+    def _source(self, data: list[Any], keys: tuple[str, ...], shape: tuple[int, ...], axes: tuple[Any, ...]) -> Source:
         kind, *numbers = data or [None]
         if kind in ("base", "values") and not numbers:
             return kind  # type: ignore[no-any-return]
@@ -433,9 +423,7 @@ class _Parser:
             raise _wrong("the attributes are no dicts of sizes by module")
         return {
             self._text(path): {
-                self._text(key): tuple(map(self._size, value))
-                if isinstance(value, list)
-                else self._size(value)
+                self._text(key): tuple(map(self._size, value)) if isinstance(value, list) else self._size(value)
                 for key, value in values.items()
             }
             for path, values in attributes.items()

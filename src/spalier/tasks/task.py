@@ -158,9 +158,7 @@ def share_text(pair: tuple[int, int] | None) -> str:
 
 
 def _fingerprint(data: dict[str, Any]) -> Fingerprint:
-    are_digests = all(
-        isinstance(v, str) and len(v) == 64 and set(v) <= set("0123456789abcdef") for v in data.values()
-    )
+    are_digests = all(isinstance(v, str) and len(v) == 64 and set(v) <= set("0123456789abcdef") for v in data.values())
     _check("base", set(data) == {"architecture", "values"} and are_digests, "two SHA-256 digests")
     return Fingerprint(**data)
 
@@ -175,9 +173,7 @@ def _density(data: dict[str, Any]) -> Density:
 
 def _check(field: str, holds: bool, expected: str) -> None:
     if not holds:
-        raise TaskFileError(
-            "metadata", f"the description's {field} is not what it has to be: expected {expected}"
-        )
+        raise TaskFileError("metadata", f"the description's {field} is not what it has to be: expected {expected}")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -351,9 +347,7 @@ class Task:
         check_integer("limit", limit)
         with files.opened(_path(path)) as (file, size):
             if size > limit:
-                raise TaskFileError(
-                    "too-large", f"the file has {size:,} bytes, more than the limit of {limit:,}"
-                )
+                raise TaskFileError("too-large", f"the file has {size:,} bytes, more than the limit of {limit:,}")
             contents = unpack(file, size)
         return _parsed(*contents)
 
@@ -396,9 +390,7 @@ class Task:
         for name, expected in sizes.items():
             tensor: Tensor = getattr(self, name)
             if tensor.numel() != expected:
-                raise TaskFileError(
-                    "sizes", f"{name} has {tensor.numel():,} numbers, the table says {expected:,}"
-                )
+                raise TaskFileError("sizes", f"{name} has {tensor.numel():,} numbers, the table says {expected:,}")
             if not math.isfinite(largest(tensor)):
                 raise TaskFileError("non-finite", f"{name} holds NaN or infinite numbers")
         if self._is_quantised != (self.info.storage == "int8"):
@@ -427,9 +419,7 @@ def _expanded(found: Any, count: int) -> tuple[int, ...]:
     for pair in pairs:
         fits = isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair)
         if not fits or not -(2**63) <= pair[0] < 2**63 or not 0 < pair[1] <= count:
-            raise TaskFileError(
-                "metadata", "the description's integers are no pairs of a number and its times"
-            )
+            raise TaskFileError("metadata", "the description's integers are no pairs of a number and its times")
     if sum(times for _, times in pairs) != count:
         raise TaskFileError("sizes", f"the description's integers are not the {count} that the table has")
     return tuple(number for number, times in pairs for _ in range(times))
