@@ -14,7 +14,7 @@ from spalier.reporting.comparisons import accuracy_figures
 from spalier.reporting.draw import Axis, Cell, Dot, ErrorBar, Figure, Line, Mark, Panel, linear, logarithmic
 from spalier.reporting.draw import density as in_percent
 from spalier.reporting.load import ReportData, Run, TaskResult
-from spalier.runs.sweep import Mean
+from spalier.text import Mean
 
 ROWS, COLUMNS = 768, 3072
 

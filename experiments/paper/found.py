@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spalier.runs.sweep import Mean, mean
+from spalier.text import Mean, mean
 
 _PLAIN: dict[str, Any] = {"variant": "", "kernel": "center", "init_range": 1e-4, "network": ""}
 

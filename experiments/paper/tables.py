@@ -9,7 +9,7 @@ from experiments.paper import papers
 from experiments.paper.cells import METHODS, RANKS
 from experiments.paper.found import Found
 from experiments.paper.protocol import Protocol
-from spalier.runs.sweep import Mean, mean
+from spalier.text import Mean, mean
 
 NAMES = {"fine-pruning": "fine-pruning", "r32": "SPLoRA r32", "r8": "SPLoRA r8"}
 _COUPLED, _TAUGHT = ("coupled", "coupled-mean"), ("self-taught", "taught")

@@ -6,8 +6,10 @@ Also units along an axis, written short: mostly each of n in turn, for a run of 
 from __future__ import annotations
 
 import math
+import statistics
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -196,3 +198,34 @@ def pattern_of(units: Ints) -> tuple[int, int, int] | None:
             if np.array_equal(units, pattern(count, run, times)):
                 return count, run, times
     return None
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A number over several runs."""
+
+    value: float
+    deviation: float | None
+    """The standard deviation, with n - 1; None for one run."""
+    count: int
+
+    @property
+    def share_range(self) -> tuple[float, float]:
+        """The mean of a share less and plus its deviation."""
+        deviation = self.deviation or 0.0
+        return max(self.value - deviation, 0.0), min(self.value + deviation, 1.0)
+
+    def __str__(self) -> str:
+        return f"{self.value:.1f}" if self.deviation is None else f"{self.value:.1f} ± {self.deviation:.1f}"
+
+
+def mean(values: Sequence[float]) -> Mean | None:
+    """The mean of some values; None of nothing.
+
+    >>> str(mean([50.0, 70.0])), mean([])
+    ('60.0 ± 14.1', None)
+    """
+    if not values:
+        return None
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return Mean(statistics.fmean(values), deviation, len(values))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +12,7 @@ from spalier.reporting import draw
 from spalier.reporting.figures import bars
 from spalier.reporting.load import MEASURES, TASK_SETTINGS, ReportData, TaskResult
 from spalier.tasks import StoreReport, TaskCost
-from spalier.text import byte_size, clean, percent, short_number
+from spalier.text import Mean, byte_size, clean, mean, percent, short_number
 
 MOST_SERIES = 12
 """How many series one panel may have."""
@@ -21,22 +20,6 @@ MOST_BARS = 40
 _BYTES = ("file bytes", "network bytes", "base bytes", "pays from so many tasks on")
 
 # -- series -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A number over seeds."""
-
-    value: float
-    deviation: float | None
-    """With n - 1; None for one value."""
-    count: int
-
-    @property
-    def share_range(self) -> tuple[float, float]:
-        """The mean of a share less and plus its deviation."""
-        deviation = self.deviation or 0.0
-        return max(self.value - deviation, 0.0), min(self.value + deviation, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +47,9 @@ class Point:
 
     def mean(self, name: str) -> Mean:
         """The mean of a number that some task has."""
-        values = self.values(name)
-        deviation = statistics.stdev(values) if len(values) > 1 else None
-        return Mean(statistics.fmean(values), deviation, len(values))
+        found = mean(self.values(name))
+        assert found is not None
+        return found
 
 
 def setting_name(setting: str, value: Any) -> str:

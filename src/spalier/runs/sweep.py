@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import re
 import signal
-import statistics
 import sys
 import threading
 import traceback
@@ -30,7 +29,7 @@ from spalier.errors import ConfigError, RunError
 from spalier.runs.checkpoint import RunFolder
 from spalier.runs.run import COLUMNS, TITLES, Results, Row, TransferPruning, cell, rows_to_csv
 from spalier.runs.settings import RESUMABLE, check_known, checked, differences, read_settings, write_yaml
-from spalier.text import check_integer, first_line, import_optional, table
+from spalier.text import check_integer, first_line, import_optional, mean, table
 from spalier.timing import available_cores
 
 _LONGEST_NAME = 100  # file systems take 255 bytes
@@ -405,31 +404,6 @@ def _summarised(others: Sequence[str], rows: Sequence[Row]) -> Row:
         value, deviation, count = (None, None, 0) if of is None else (of.value, of.deviation, of.count)
         found |= {f"{name}_mean": value, f"{name}_deviation": deviation, f"{name}_count": count}
     return found
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A number over several runs."""
-
-    value: float
-    deviation: float | None
-    """The standard deviation, with n - 1; None for one run."""
-    count: int
-
-    def __str__(self) -> str:
-        return f"{self.value:.1f}" if self.deviation is None else f"{self.value:.1f} ± {self.deviation:.1f}"
-
-
-def mean(values: Sequence[float]) -> Mean | None:
-    """The mean of some values; None of nothing.
-
-    >>> str(mean([50.0, 70.0])), mean([])
-    ('60.0 ± 14.1', None)
-    """
-    if not values:
-        return None
-    deviation = statistics.stdev(values) if len(values) > 1 else None
-    return Mean(statistics.fmean(values), deviation, len(values))
 
 
 @dataclass(frozen=True)
