@@ -18,6 +18,17 @@ PAGES = sorted(
     for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     if re.search(r"^```(python|sh)$", path.read_text("utf-8"), re.MULTILINE)
 )
+LONG = (
+    "README.md",
+    "docs/cli.md",
+    "docs/criteria.md",
+    "docs/howto/deploy.md",
+    "docs/howto/images.md",
+    "docs/howto/machines.md",
+    "docs/report.md",
+    "docs/runs.md",
+)
+"""Pages that take more than four seconds; their tests are slow ones."""
 DEMO = ("spalier demo", "python3 dev.py demo")
 """A minute each time: tests/test_demo.py runs it once, and says that dev.py runs the same."""
 ONLY_ELSEWHERE = {
@@ -63,7 +74,9 @@ def hub(monkeypatch, tmp_path):
 
 
 @pytest.mark.filterwarnings(*QUIET)
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] if page in LONG else []) for page in PAGES]
+)
 def test_a_page_does_what_it_says(page, tmp_path, monkeypatch, hub):
     folder = tmp_path / "page"
     folder.mkdir()

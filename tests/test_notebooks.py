@@ -47,6 +47,7 @@ def test_notebooks_are_committed_without_outputs(path):
     assert notebook.cells[0].source.startswith("# ")
 
 
+@pytest.mark.slow
 def test_the_first_task_is_learned_pruned_and_built_again(tmp_path):
     values = ("adapted", "taylor", "chance", "recovered", "pruned", "difference", "len(store)")
     adapted, taylor, chance, recovered, pruned, difference, count = executed("first_task.ipynb", tmp_path, *values)
@@ -58,6 +59,7 @@ def test_the_first_task_is_learned_pruned_and_built_again(tmp_path):
     assert count == 1
 
 
+@pytest.mark.slow
 def test_three_tasks_are_served_from_one_base(tmp_path):
     values = ("right", "tight.ready", "report.break_even", "[entry.is_sound for entry in store.verify(base)]")
     right, ready, pays_from, sound = executed("many_tasks.ipynb", tmp_path, *values)

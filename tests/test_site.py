@@ -62,6 +62,7 @@ class Resources(HTMLParser):
             self.fetched.append(given["href"])
 
 
+@pytest.mark.slow
 def test_no_page_asks_anybody_else_for_anything(site):
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 30
@@ -111,10 +112,14 @@ def named(path: str) -> object:
     raise AssertionError(path)
 
 
-def test_the_reference_lists_every_public_name_once(site):
+def test_the_reference_lists_every_public_name_once():
     listed = Counter(id(named(path)) for path in directives())
     for name in spalier.__all__:
         assert listed[id(getattr(spalier, name))] == 1, name
+
+
+@pytest.mark.slow
+def test_the_reference_shows_what_it_lists(site):
     shown = [
         anchor
         for page in (site / "reference").rglob("*.html")
@@ -124,6 +129,7 @@ def test_the_reference_lists_every_public_name_once(site):
         assert shown.count(path) == 1, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["criteria", "errors", "models"])
 def test_the_reference_lists_what_public_modules_have(site, module):
     page = {"criteria": "criteria", "errors": "errors", "models": "networks"}[module]
@@ -139,12 +145,14 @@ def test_the_reference_lists_what_public_modules_have(site, module):
         assert re.search(rf'id="spalier\.(\w+\.)*{name}"', html), name
 
 
+@pytest.mark.slow
 def test_the_search_finds_words_of_every_kind_of_page(site):
     index = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))
     found = {entry["location"].split("#")[0] for entry in index["docs"]}
     assert {"tutorial/", "howto/deploy/", "reference/tasks/", "notebooks/first_task/", "faq/"} <= found
 
 
+@pytest.mark.slow
 def test_equations_are_mathml_and_examples_are_code(site):
     ideas = (site / "explanation/ideas/index.html").read_text(encoding="utf-8")
     written = sum(len(block.splitlines()) for block in blocks("explanation/ideas.md", "math"))

@@ -100,6 +100,7 @@ def test_torch_compile(adapter):
     assert_same_gradients(gradients(net, got.square().sum()), expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_torch_compile_of_a_cnn_is_one_graph():
     torch.compiler.reset()
     net = sp.models.resnet18(classes=10, stem="cifar").double()
@@ -202,6 +203,7 @@ def _train_in_a_process(rank, port, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_distributed_data_parallel_with_two_processes(tmp_path):
     port = _free_port()
     mp.spawn(_train_in_a_process, (port, str(tmp_path)), nprocs=2)

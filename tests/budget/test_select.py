@@ -228,9 +228,8 @@ PREDICTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PREDICTED)
-def test_predictions_come_true_in_all_kinds_of_networks(name):
-    entry = zoo.by_name(name)
+@pytest.mark.parametrize("entry", zoo.parameters(*PREDICTED))
+def test_predictions_come_true_in_all_kinds_of_networks(entry):
     net, example = entry.make(), entry.example()
     structure = sp.trace(net, example)
     scores = sp.score(net, criterion="random", structure=structure)
@@ -283,6 +282,7 @@ def test_without_scores_ranks_alone_make_room():
 # latency
 
 
+@pytest.mark.slow
 def test_a_budget_of_time_is_measured():
     net = sp.models.resnet18(classes=10, stem="cifar").eval()
     structure = sp.trace(net, torch.randn(1, 3, 32, 32))

@@ -257,6 +257,7 @@ def started(*arguments, **options):
     )
 
 
+@pytest.mark.slow
 def test_interrupted_and_gone_on_with(tmp_path):
     """Ctrl-C ends a run with 130 and a checkpoint; the same command without settings goes on with it."""
     folder = tmp_path / "run"
@@ -286,6 +287,7 @@ def test_interrupted_and_gone_on_with(tmp_path):
     assert (folder / "checkpoint.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_enough_is_no_error(tmp_path):
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = started("trace", "resnet8", "--shape", "3,8,8", "--json", env=environment)

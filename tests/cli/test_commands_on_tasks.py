@@ -283,6 +283,7 @@ def test_trace(spalier, base):
     assert "layer1.0.conv1" in spalier("trace", "resnet8", "--shape", "3,8,8").out
 
 
+@pytest.mark.slow
 def test_sweep_and_a_run_of_it_that_fails(ran, spalier, tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text((ran / "run.yaml").read_text())

@@ -39,6 +39,7 @@ def said(made):
     return made[1]
 
 
+@pytest.mark.slow
 def test_every_figure_is_one_that_was_measured(folder, said):
     assert len(said["rows"]) == len(TASKS) * len(METHODS) * (1 + len(DENSITIES))
     places = [folder / "runs" / f"{task}-{method}" / "results.json" for task in TASKS for method in METHODS]
@@ -54,6 +55,7 @@ def test_every_figure_is_one_that_was_measured(folder, said):
     assert said["base"]["bytes"] == (folder / "base.safetensors").stat().st_size
 
 
+@pytest.mark.slow
 def test_what_was_learned_is_worth_something(said):
     assert said["base"]["accuracy"] > 0.9
     assert min(row["accuracy"] for row in said["rows"] if row["channels"] == 1) > 0.8
@@ -65,12 +67,14 @@ def test_what_was_learned_is_worth_something(said):
     assert all(own < other for own, other in zip(splora, fine, strict=True))
 
 
+@pytest.mark.slow
 def test_all_tasks_are_for_the_one_base(folder):
     base = open_network("resnet8", classes=4, weights=folder / "base.safetensors", width=48)
     assert all(entry.is_sound for entry in Store(folder / "tasks").verify(base))
     assert all(bool(torch.isfinite(value).all()) for value in read_weights(folder / "base.safetensors").values())
 
 
+@pytest.mark.slow
 def test_the_report_is_there_and_the_next_commands_work(folder, spalier, monkeypatch):
     monkeypatch.chdir(folder.parent)
     called = spalier("demo")  # all is learned, so it only measures

@@ -250,23 +250,23 @@ def test_an_output_to_which_nothing_contributes_swallows_its_relevance():
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
+    "entry",
+    zoo.parameters(
         "torchvision/densenet121",
         "torchvision/efficientnet_b0",
         "torchvision/swin_t",
         "torchvision/vit_b_16",
         "timm/nf_resnet26",
-    ],
+    ),
 )
-def test_folded_and_under_relevance_a_network_computes_what_it_did(name):
-    check_values(zoo.by_name(name))
+def test_folded_and_under_relevance_a_network_computes_what_it_did(entry):
+    check_values(entry)
 
 
-@pytest.mark.parametrize("name", ["timm/dm_nfnet_f0", "made/in_place"])
-def test_a_network_that_drops_what_it_writes_in_place_is_understood_or_refused(name):
+@pytest.mark.parametrize("entry", zoo.parameters("timm/dm_nfnet_f0", "made/in_place"))
+def test_a_network_that_drops_what_it_writes_in_place_is_understood_or_refused(entry):
     with suppress(ScoreError):
-        check_values(zoo.by_name(name))
+        check_values(entry)
 
 
 def check_values(entry):

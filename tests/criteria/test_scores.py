@@ -218,9 +218,8 @@ ZOO = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_all_kinds_of_networks_are_scored(name):
-    entry = zoo.by_name(name)
+@pytest.mark.parametrize("entry", zoo.parameters(*ZOO))
+def test_all_kinds_of_networks_are_scored(entry):
     net, example = entry.make(), entry.example()
     structure = sp.trace(net, example)
     given = [example] if isinstance(example, dict) else [(example,)]
@@ -415,6 +414,7 @@ def _accuracies(name, seed):
     return np.array(rows).reshape(-1, 2).mean(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DATA_DRIVEN)
 def test_every_data_driven_criterion_beats_random(name, accuracies):
     gains = np.array(accuracies[name]) - np.array(accuracies["random"])

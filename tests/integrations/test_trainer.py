@@ -91,11 +91,12 @@ def losses(run):
 @pytest.mark.parametrize(
     ("of", "kind", "every"),
     [
-        ("pictures", "one_shot", "step"),
-        ("pictures", "iterative", "epoch"),
         ("pictures", "agp", "step"),
-        ("texts", "iterative", "step"),
-        ("texts", "agp", "epoch"),
+        ("texts", "iterative", "epoch"),
+        pytest.param("pictures", "one_shot", "step", marks=pytest.mark.slow),
+        pytest.param("pictures", "iterative", "epoch", marks=pytest.mark.slow),
+        pytest.param("texts", "iterative", "step", marks=pytest.mark.slow),
+        pytest.param("texts", "agp", "epoch", marks=pytest.mark.slow),
     ],
 )
 def test_a_network_is_pruned_as_it_trains(of, kind, every, tmp_path, caplog):

@@ -122,7 +122,7 @@ def attach(net):
     return True
 
 
-@pytest.mark.parametrize("entry", zoo.ZOO, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", zoo.parameters())
 def test_masked_is_pruned_is_fused_is_reloaded(entry, tmp_path):
     example, made = double(entry.example()), entry.make().double()
     structure = sp.trace(made, example)

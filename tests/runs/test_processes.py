@@ -70,6 +70,7 @@ def alone(tmp_path_factory):
     return quick(**SETTINGS).run(tmp_path_factory.mktemp("alone") / "run", progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
     [

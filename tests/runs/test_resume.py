@@ -163,6 +163,7 @@ def start(folder: Path, seconds: float = 0.05, workers: int = 0, before: str = "
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
+@pytest.mark.slow
 def test_killed_for_real(tmp_path):
     """kill -9 at random moments of a process."""
     moments = random.Random(5)
@@ -188,7 +189,9 @@ def test_killed_for_real(tmp_path):
     assert outcome(folder) == outcome(never)
 
 
-@pytest.mark.parametrize(("number", "workers"), [(signal.SIGINT, 0), (signal.SIGTERM, 1)])
+@pytest.mark.parametrize(
+    ("number", "workers"), [pytest.param(signal.SIGINT, 0, marks=pytest.mark.slow), (signal.SIGTERM, 1)]
+)
 def test_asked_to_stop(tmp_path, number, workers):
     """Ctrl-C and SIGTERM end a run after a step, with a checkpoint of it; both come to processes that load data too."""
     folder = tmp_path / "run"

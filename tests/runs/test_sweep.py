@@ -294,6 +294,7 @@ def stopped_at(run: Path) -> int:
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.slow
 def test_runs_end_with_a_checkpoint_when_the_sweep_is_interrupted(here, jobs):
     runs = [Path(f"sweep/seed={seed}") for seed in range(jobs)]
     process = start(jobs)
@@ -308,6 +309,7 @@ def test_runs_end_with_a_checkpoint_when_the_sweep_is_interrupted(here, jobs):
     assert not Path("sweep/seed=2").exists()  # and none was begun
 
 
+@pytest.mark.slow
 def test_runs_end_with_a_checkpoint_when_the_sweep_is_killed(here):
     run = Path("sweep/seed=0")
     process = start(2)
@@ -326,6 +328,7 @@ def test_a_script_without_a_guard_is_told_so(here):
     assert 'if __name__ == "__main__":' in process.stderr
 
 
+@pytest.mark.slow
 def test_on_ray(here, monkeypatch):
     ray = pytest.importorskip("ray")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")

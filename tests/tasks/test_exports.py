@@ -32,7 +32,11 @@ def built(*, free, fold):
     return sp.Task.of(net.eval(), "a").build(base, fold=fold), net
 
 
-KINDS = pytest.mark.parametrize(("free", "fold"), [(False, False), (False, True), (True, False), (True, True)])
+SLOW = {"marks": pytest.mark.slow}
+KINDS = pytest.mark.parametrize(
+    ("free", "fold"),
+    [(False, True), (True, False), pytest.param(False, False, **SLOW), pytest.param(True, True, **SLOW)],
+)
 
 
 @KINDS

@@ -7,6 +7,9 @@ holds small networks that each do one thing that a tracer may get wrong. ``UNTRA
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from zoo import (
     made_attention,
     made_convolutional,
@@ -20,6 +23,7 @@ from zoo import (
 from zoo.entry import Entry, arguments, image, make_entry, noise, randomise_, settle_
 
 __all__ = [
+    "LARGE",
     "UNTRACEABLE",
     "ZOO",
     "Entry",
@@ -28,6 +32,7 @@ __all__ = [
     "image",
     "make_entry",
     "noise",
+    "parameters",
     "randomise_",
     "settle_",
 ]
@@ -43,6 +48,62 @@ ZOO: tuple[Entry, ...] = (
 )
 
 UNTRACEABLE: tuple[Entry, ...] = tuple(untraceable.entries())
+
+
+LARGE = frozenset(
+    {
+        "timm/caformer_s18",
+        "timm/cait_xxs24_224",
+        "timm/coatnet_pico_rw_224",
+        "timm/cspdarknet53",
+        "timm/cspresnet50",
+        "timm/dm_nfnet_f0",
+        "timm/edgenext_xx_small",
+        "timm/efficientformer_l1",
+        "timm/ghostnet_050",
+        "timm/hrnet_w18_small",
+        "timm/legacy_seresnet18",
+        "timm/levit_128s",
+        "timm/maxvit_pico_rw_256",
+        "timm/mobilevit_xxs",
+        "timm/nf_resnet26",
+        "timm/pvt_v2_b0",
+        "timm/regnetz_005",
+        "timm/res2net50_26w_4s",
+        "timm/resnest14d",
+        "timm/seresnet18",
+        "timm/skresnet18",
+        "timm/swin_tiny_patch4_window7_224",
+        "timm/tiny_vit_5m_224",
+        "timm/xcit_nano_12_p8_224",
+        "torchvision/efficientnet_b0",
+        "torchvision/efficientnet_v2_s",
+        "torchvision/googlenet",
+        "torchvision/inception_v3",
+        "torchvision/maxvit_t",
+        "torchvision/mnasnet0_5",
+        "torchvision/mobilenet_v3_small",
+        "torchvision/regnet_y_400mf",
+        "torchvision/resnet18",
+        "torchvision/resnext50_32x4d",
+        "torchvision/swin_t",
+        "torchvision/swin_v2_t",
+        "transformers/qwen2",
+        "transformers/qwen3",
+        "transformers/t5",
+        "transformers/t5_gated",
+        "transformers/whisper",
+    }
+)
+"""Those that take more than two seconds to trace, prune, save and compare; their tests are slow ones."""
+
+
+def parameters(*names: str) -> list[Any]:
+    """Entries to parametrize a test with, all of them by default."""
+    chosen = [by_name(name) for name in names] or ZOO
+    return [
+        pytest.param(entry, id=entry.name, marks=[pytest.mark.slow] if entry.name in LARGE else []) for entry in chosen
+    ]
 
 
 def by_name(name: str) -> Entry:
