@@ -178,7 +178,7 @@ def placeholders(program: ExportedProgram, names: Mapping[str, str]) -> dict[str
 def module_of(node: Node) -> str:
     """The path of the innermost module whose forward calls this operation."""
     stack = node.meta.get("nn_module_stack") or {}  # outermost first
-    return next(reversed([path for path, _ in stack.values()]), "") if stack else ""
+    return [path for path, _ in stack.values()][-1] if stack else ""
 
 
 def source(node: Node) -> str:
