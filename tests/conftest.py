@@ -39,6 +39,7 @@ NEEDS = {
         lambda: shutil.which("chromium") and shutil.which("chromedriver"),
         "apt-get install chromium chromium-driver",
     ),
+    "compiler": (lambda: shutil.which("g++") or shutil.which("clang++"), "apt-get install g++"),
     "fonts": (_has_font, "apt-get install fonts-dejavu-core"),
     "data": (
         lambda: (SHARED / "data").is_dir(),
@@ -102,6 +103,12 @@ def shared():
     """A folder with real data and weights, which the repository is too small for."""
     need("data")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def compiler():
+    """A compiler of C++, which torch.compile calls."""
+    need("compiler")
 
 
 @pytest.fixture(scope="session")

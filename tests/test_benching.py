@@ -148,7 +148,7 @@ def test_eager_for_real(base, task):
     assert plain["comparisons"][0]["text"] == str(found.comparisons[0])
 
 
-def test_compiled_for_real(base, task):
+def test_compiled_for_real(base, task, compiler):
     """Many networks of one class, each compiled once: no cache of Dynamo's is shared, or overflows."""
     assert benching._obstacle("compiled", torch.device("cpu")) == ""
     graphs = benching._graph_count()

@@ -286,14 +286,14 @@ def test_files_stay_short(file):
 
 @pytest.mark.parametrize("file", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda f: f.name)
 def test_what_a_machine_may_lack_comes_from_a_fixture(file):
-    """``browser``, ``fonts`` and ``shared`` of conftest skip, and are counted, where there is none."""
+    """``browser``, ``compiler``, ``fonts`` and ``shared`` of conftest skip, and are counted, where there is none."""
     if file != Path(__file__):
         text = file.read_text()
         assert not re.search(r"webdriver\.Chrome|\bchromium\b|SPALIER_SHARED|pytest\.skip\(", text)
 
 
 def test_the_continuous_integration_skips_nothing_that_it_can_install():
-    assert "--require browser --require fonts" in (ROOT / ".ci/run").read_text()
+    assert "--require browser --require fonts --require compiler" in (ROOT / ".ci/run").read_text()
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def test_torch_compile_of_a_cnn_is_one_graph():
 
 
 @pytest.mark.slow
-def test_torch_compile_with_inductor():
+def test_torch_compile_with_inductor(compiler):
     torch.compiler.reset()
     net = adapted()
     x = images()

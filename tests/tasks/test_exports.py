@@ -76,7 +76,7 @@ def test_export_and_compile(free, fold, tmp_path):
 
 
 @torch.no_grad()
-def test_compiled_to_machine_code():
+def test_compiled_to_machine_code(compiler):
     net, adapted = built(free=False, fold=True)
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(net)(X), adapted(X), rtol=1e-4, atol=1e-5)
