@@ -17,6 +17,7 @@ collect_ignore_glob = ["conftest.py", "*/conftest.py"]  # they hold no doctests,
 
 torchvision_ops.declare()  # before anything imports torchvision
 torch.set_num_threads(1)  # tests run side by side, and training repeats whatever the number of cores
+os.environ["OMP_NUM_THREADS"] = "1"  # and so do processes that tests start
 # The same examples everywhere, however busy the machine; --hypothesis-profile default draws others.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")

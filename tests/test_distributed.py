@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from trained import EXAMPLE, DigitNet
 
 import spalier as sp
-from spalier import selecting as latency
+from spalier import budget
 from spalier.errors import PlanError
 
 
@@ -59,13 +59,14 @@ def work(rank, port, results):
         except PlanError as error:
             found["error"] = str(error)
         # a clock of each rank's own, so that they agree only if they listen to one
-        latency.seconds = lambda nets, example, rounds=9: [size(net) ** (1 + 0.2 * rank) for net in nets]
+        budget.seconds = lambda nets, example, rounds=9: [size(net) ** (1 + 0.2 * rank) for net in nets]
         found["latency"] = sp.select(net, sp.score(net, criterion="weight"), latency=0.5).keep
         results[rank] = found
     finally:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_two_processes_agree():
     with socket.socket() as free:

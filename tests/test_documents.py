@@ -27,6 +27,7 @@ LONG = (
     "docs/howto/machines.md",
     "docs/report.md",
     "docs/runs.md",
+    "docs/tutorial.md",
 )
 """Pages that take more than four seconds; their tests are slow ones."""
 DEMO = ("spalier demo", "python3 dev.py demo")

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from sklearn.datasets import load_digits
 from torch import nn
 
 import spalier as sp
@@ -57,6 +56,8 @@ class DigitNet(nn.Module):
 @cache
 def digits():
     """Training and test images and labels, 1,200 and 597."""
+    from sklearn.datasets import load_digits  # here, as others want the networks alone
+
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1
     labels = torch.tensor(data.target)

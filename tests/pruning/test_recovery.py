@@ -263,36 +263,33 @@ def test_an_interrupt_in_the_middle_rolls_back(monkeypatch):
 # on a real network
 
 
-@pytest.fixture(scope="module")
-def accuracies():
-    """Percent right after a prune in one shot: nothing done, norms, adapters too, head too."""
-    made = {}
-    for seed in range(3):
-        net, given = trained(seed), batches(8)
-        scores = sp.score(net, given, "taylor", loss=F.cross_entropy)
-        options = [
-            None,
-            sp.Recovery(given, adapters=False, head=False),
-            sp.Recovery(given, head=False),
-            sp.Recovery(given),
-        ]
-        for channels in (0.7, 0.5, 0.3):
-            plan = sp.select(net, scores, channels=channels)
-            row = []
-            for recovery in options:
-                small = copy.deepcopy(net)
-                sp.prune_(small, plan, recover=recovery)
-                row.append(accuracy(small))
-            made[channels, seed] = row
-    return made
+SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("channels", [0.7, 0.5, 0.3])
-def test_each_part_of_it_raises_accuracy_before_any_training(channels, accuracies):
-    rows = np.array([accuracies[channels, seed] for seed in range(3)])
+@pytest.mark.parametrize("channels", [pytest.param(0.7, marks=SLOW), 0.5, pytest.param(0.3, marks=SLOW)])
+def test_each_part_of_it_raises_accuracy_before_any_training(channels):
+    rows = np.array([_accuracies(channels, seed) for seed in range(3)])
     assert (rows[:, 1] > rows[:, 0]).all(), rows  # (a) over nothing
     assert (rows[:, 3] > rows[:, 1] + 3).all(), rows  # (b) over (a) alone
     assert rows[:, 2].mean() > rows[:, 1].mean(), rows  # of (b), the adapters without the head
+
+
+def _accuracies(channels, seed):
+    """Percent right after a prune in one shot: nothing done, norms, adapters too, head too."""
+    net, given = trained(seed), batches(8)
+    plan = sp.select(net, sp.score(net, given, "taylor", loss=F.cross_entropy), channels=channels)
+    options = [
+        None,
+        sp.Recovery(given, adapters=False, head=False),
+        sp.Recovery(given, head=False),
+        sp.Recovery(given),
+    ]
+    row = []
+    for recovery in options:
+        small = copy.deepcopy(net)
+        sp.prune_(small, plan, recover=recovery)
+        row.append(accuracy(small))
+    return row
 
 
 # what a review found

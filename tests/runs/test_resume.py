@@ -64,6 +64,9 @@ VARIANTS = {
 }
 
 
+FIRST, OTHERS = list(VARIANTS)[:2], list(VARIANTS)[2:]
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """What each variant comes to when nothing happens to it."""
@@ -79,7 +82,7 @@ def whole(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_killed_in_the_middle_of_everything(tmp_path, monkeypatch, whole, variant):
     config = quick(**VARIANTS[variant], checkpoint_seconds=0)
     folder = tmp_path / "run"
@@ -117,6 +120,7 @@ def test_networks_that_draw_numbers_in_eval_mode(tmp_path, monkeypatch):
     assert outcome(tmp_path / "run") == outcome(tmp_path / "never")
 
 
+@pytest.mark.slow
 def test_killed_at_every_write(tmp_path, monkeypatch, whole):
     """Before and after each file is put in place, one after the other: the folder is never half of something."""
     config = quick(checkpoint_seconds=1000)
@@ -189,9 +193,8 @@ def test_killed_for_real(tmp_path):
     assert outcome(folder) == outcome(never)
 
 
-@pytest.mark.parametrize(
-    ("number", "workers"), [pytest.param(signal.SIGINT, 0, marks=pytest.mark.slow), (signal.SIGTERM, 1)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "workers"), [(signal.SIGINT, 0), (signal.SIGTERM, 1)])
 def test_asked_to_stop(tmp_path, number, workers):
     """Ctrl-C and SIGTERM end a run after a step, with a checkpoint of it; both come to processes that load data too."""
     folder = tmp_path / "run"

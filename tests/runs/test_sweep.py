@@ -320,6 +320,7 @@ def test_runs_end_with_a_checkpoint_when_the_sweep_is_killed(here):
     assert stopped_at(run) >= 10
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_is_told_so(here):
     path = [str(ROOT / "tests"), str(ROOT / "tests/runs"), str(ROOT / "tools")]
     guarded = SCRIPT.format(path=path, jobs=2)

@@ -115,6 +115,7 @@ def test_no_decay_on_norms_by_choice():
     assert [group["weight_decay"] for group in everything] == [0.1]
 
 
+@pytest.mark.slow
 def test_training_narrow_strided_convolutions_does_not_crash(tmp_path):
     """PyTorch's weight gradient of these writes past its memory in channels-last layout, with up to 7 or 15 inputs."""
     draw = {"disc": "ellipse", "square": "rectangle"}
@@ -180,6 +181,7 @@ def _without_labels(part) -> TensorDataset:
     return TensorDataset(images, torch.full_like(labels, -1))
 
 
+@pytest.mark.slow
 def test_taught_by_a_file(tmp_path, fine):
     teacher = str(fine.folder / "tasks" / "digits-100.task.safetensors")
     results = learned_digits(tmp_path / "run", teacher=teacher, distill_weight=0.7, densities=(0.5,))

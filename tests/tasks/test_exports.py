@@ -32,10 +32,9 @@ def built(*, free, fold):
     return sp.Task.of(net.eval(), "a").build(base, fold=fold), net
 
 
-SLOW = {"marks": pytest.mark.slow}
+OTHERS = ((False, False), (False, True), (True, False))
 KINDS = pytest.mark.parametrize(
-    ("free", "fold"),
-    [(False, True), (True, False), pytest.param(False, False, **SLOW), pytest.param(True, True, **SLOW)],
+    ("free", "fold"), [(True, True), *(pytest.param(*kind, marks=pytest.mark.slow) for kind in OTHERS)]
 )
 
 

@@ -4,6 +4,7 @@ Processes that are killed, or that write at once, are forks of a process that ru
 """
 
 import errno
+import json
 import os
 import random
 import signal
@@ -87,22 +88,6 @@ def die() -> None:
 
 
 # programs that fork
-
-
-def program(name: str, folder: Path) -> None:
-    """Run one of the functions below in a process of its own."""
-    seed = folder / f"seed{SUFFIX}"
-    seed.write_bytes(valid())
-    paths = [str(HERE), str(HERE.parent / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    found = subprocess.run(
-        [sys.executable, __file__, name, str(folder / "store"), str(seed)],
-        env=settings,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert found.returncode == 0, found.stderr
 
 
 def fork(act) -> int:
@@ -242,9 +227,26 @@ def one_of_many_adds(store: spalier.Store, of: spalier.Task) -> None:
 PROGRAMS = [killed_at_any_call, killed_at_random, disk_full, writers_at_once, one_of_many_adds]
 
 
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    """What went wrong in each of them; all run in one process of their own, which forks."""
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "seed").write_bytes(valid())
+    paths = [str(HERE), str(HERE.parent / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, __file__, str(folder)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.mark.parametrize("name", [act.__name__ for act in PROGRAMS])
-def test_processes_that_die_fail_or_compete(name, tmp_path):
-    program(name, tmp_path)
+def test_processes_that_die_fail_or_compete(name, faults):
+    assert faults[name] == ""
 
 
 # in one process
@@ -487,8 +489,16 @@ def test_nothing_is_replaced_unasked(store):
     assert number_of(store.path("a")) == 2
 
 
+def fault_of(act, folder: Path) -> str:
+    seed = folder / f"{act.__name__}{SUFFIX}"
+    seed.write_bytes((folder / "seed").read_bytes())
+    try:
+        act(spalier.Store(folder / act.__name__ / "store"), spalier.Task.load(seed))
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    _, chosen, where, first = sys.argv
-    acts = {act.__name__: act for act in PROGRAMS}
-    acts[chosen](spalier.Store(where), spalier.Task.load(first))
+    print(json.dumps({act.__name__: fault_of(act, Path(sys.argv[1])) for act in PROGRAMS}))

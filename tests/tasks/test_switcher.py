@@ -23,11 +23,16 @@ def base():
     return tiny_cnn().eval()
 
 
+@pytest.fixture(scope="module")
+def tasks(base):
+    return {name: task_of(base, seed) for seed, name in enumerate(NAMES)}
+
+
 @pytest.fixture
-def store(base, tmp_path):
+def store(tasks, tmp_path):
     store = sp.Store(tmp_path)
-    for seed, name in enumerate(NAMES):
-        store.add(task_of(base, seed), name)
+    for name, task in tasks.items():
+        store.add(task, name)
     return store
 
 

@@ -55,6 +55,7 @@ LARGE = frozenset(
         "timm/caformer_s18",
         "timm/cait_xxs24_224",
         "timm/coatnet_pico_rw_224",
+        "timm/convnextv2_atto",
         "timm/cspdarknet53",
         "timm/cspresnet50",
         "timm/dm_nfnet_f0",
@@ -67,6 +68,7 @@ LARGE = frozenset(
         "timm/maxvit_pico_rw_256",
         "timm/mobilevit_xxs",
         "timm/nf_resnet26",
+        "timm/poolformer_s12",
         "timm/pvt_v2_b0",
         "timm/regnetz_005",
         "timm/res2net50_26w_4s",
@@ -76,6 +78,7 @@ LARGE = frozenset(
         "timm/swin_tiny_patch4_window7_224",
         "timm/tiny_vit_5m_224",
         "timm/xcit_nano_12_p8_224",
+        "torchvision/convnext_tiny",
         "torchvision/efficientnet_b0",
         "torchvision/efficientnet_v2_s",
         "torchvision/googlenet",
@@ -86,16 +89,22 @@ LARGE = frozenset(
         "torchvision/regnet_y_400mf",
         "torchvision/resnet18",
         "torchvision/resnext50_32x4d",
+        "torchvision/shufflenet_v2_x0_5",
         "torchvision/swin_t",
         "torchvision/swin_v2_t",
+        "transformers/bert_masked_lm",
+        "transformers/electra",
+        "transformers/gemma",
+        "transformers/mistral",
         "transformers/qwen2",
         "transformers/qwen3",
+        "transformers/roberta",
         "transformers/t5",
         "transformers/t5_gated",
         "transformers/whisper",
     }
 )
-"""Those that take more than two seconds to trace, prune, save and compare; their tests are slow ones."""
+"""Those that take longest to trace, prune, save and compare; their tests are slow ones."""
 
 
 def parameters(*names: str) -> list[Any]:
