@@ -282,7 +282,10 @@ def _quiet_exporters() -> Iterator[None]:
 
 
 def _write_onnx(net: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Any]:
+    # PyTorch's exporter needs the first and the last, and may say so in words of its own, deep inside
+    import onnx  # noqa: F401
     import onnxruntime
+    import onnxscript  # noqa: F401
     import torch
 
     batches = ({0: torch.export.Dim("batch")},)
