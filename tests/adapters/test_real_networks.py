@@ -4,6 +4,7 @@ import pytest
 import torch
 import torchvision.models as tv
 import transformers as hf
+import zoo
 from support import assert_unchanged, awaken_, snapshot
 
 import spalier as sp
@@ -46,8 +47,8 @@ NETWORKS = {
     "efficientnet": (lambda: tv.efficientnet_b0(num_classes=5), image),
     "shufflenet": (lambda: tv.shufflenet_v2_x0_5(num_classes=5), image),
     "densenet": (lambda: tv.DenseNet(8, (2, 2, 2, 2), 16, num_classes=5), image),
-    "convnext": (lambda: tv.convnext_tiny(num_classes=5), lambda: image(32)),
-    "swin": (lambda: tv.swin_t(num_classes=5), image),
+    "convnext": (zoo.by_name("torchvision/convnext_tiny").make, image),
+    "swin": (zoo.by_name("torchvision/swin_t").make, lambda: image(32)),
     "vit": (lambda: tv.VisionTransformer(32, 16, 2, 2, 16, 24, num_classes=5), lambda: image(32)),
     "gpt2": (gpt2, tokens),
     "bert": (lambda: hf.BertForSequenceClassification(hf.BertConfig(**TINY)), tokens),

@@ -72,6 +72,7 @@ def test_a_cell_from_end_to_end(place: Place) -> None:
     assert {"commit", "machine", "scale", "labels"} <= set(found)
 
 
+@pytest.mark.slow
 def test_a_cell_that_shares_its_first_block_is_the_run_that_does_not(place: Place, tmp_path: Path) -> None:
     shared = [
         carry_out.rows_of(cell_of(TINY, "digits", "r8", 0, criterion=name), place) for name in ("weight", "taylor")
@@ -113,6 +114,7 @@ def test_a_release_sets_filters_to_zero_and_no_more(place: Place, monkeypatch: p
                 assert torch.equal(value[~mask], before[name][~mask])
 
 
+@pytest.mark.slow
 def test_a_cell_whose_teacher_is_another_makes_that_one_first(place: Place) -> None:
     cell = cell_of(TINY, "digits", "r8", 0, variant="taught", teacher="fine-pruning")
     rows = carry_out.rows_of(cell, place)
@@ -133,6 +135,7 @@ def test_one_cell_that_fails_stops_no_other(place: Place, monkeypatch: pytest.Mo
     assert [path.stem for path in place.results.iterdir()] == [good.name]
 
 
+@pytest.mark.slow
 def test_released_filters_are_alive_again(place: Place) -> None:
     rows = {
         name: carry_out.rows_of(cell_of(TINY, "digits", name, 0, variant="released", masks="released"), place)

@@ -81,7 +81,7 @@ def test_compiled_to_machine_code(compiler):
     torch.testing.assert_close(torch.compile(net)(X), adapted(X), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("free", [pytest.param(False, marks=pytest.mark.slow), True])
 @torch.no_grad()
 def test_executorchs_portable_format(free, tmp_path):
     """Written to a .pte file, and run by ExecuTorch's own runtime."""

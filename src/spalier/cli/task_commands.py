@@ -243,14 +243,15 @@ def _export(net: nn.Module, example: Tensor, out: Path) -> tuple[float, int]:
 
     from spalier import files
     from spalier.networks import logits_of
+    from spalier.text import import_optional
 
-    runtime, package, write = EXPORTERS[out.suffix]
+    runtime, libraries, write = EXPORTERS[out.suffix]
     with tempfile.TemporaryDirectory() as folder, _quiet_exporters(), torch.no_grad():
+        for library in libraries:  # an exporter that misses one may fail in words of its own
+            import_optional(library, f"{out.suffix} files", NetworkError)
         draft = Path(folder) / out.name
         try:
             found = logits_of(write(net, example, draft)(example))
-        except ImportError as error:
-            raise NetworkError(f"{runtime} is not installed ({error}); pip install '{package}'") from error
         except Exception as error:  # exporters raise kinds of their own for whatever a network does
             words = " ".join(str(error).split())[:300]
             raise NetworkError(
@@ -318,8 +319,8 @@ def _write_executorch(net: nn.Module, example: Tensor, path: Path) -> Callable[[
 
 
 EXPORTERS = {
-    ".onnx": ("onnxruntime", "spalier[onnx]", _write_onnx),
-    ".pt2": ("torch.export", "torch", _write_program),
-    ".pte": ("ExecuTorch", "executorch", _write_executorch),
+    ".onnx": ("onnxruntime", ("onnx", "onnxscript", "onnxruntime"), _write_onnx),
+    ".pt2": ("torch.export", (), _write_program),
+    ".pte": ("ExecuTorch", ("executorch.exir", "executorch.runtime"), _write_executorch),
 }
-"""By the ending of the file: the runtime's name, what pip installs for it, and how to write and load it."""
+"""By the ending of the file: the runtime's name, the libraries it needs, and how to write and load it."""
