@@ -160,6 +160,7 @@ def test_compiled_for_real(base, task, compiler):
     assert found.comparison("small", "compiled", 2).speedup > 0
 
 
+@pytest.mark.slow
 def test_onnxruntime_for_real(base, task):
     found = bench(base, [task], IMAGE, **{**QUICK, "batches": (2,), "backends": ("onnxruntime", "eager")})
     assert [t.backend for t in found.timings] == ["eager"] * 2 + ["onnxruntime"] * 2

@@ -83,6 +83,7 @@ def test_other_budgets(budget):
     assert schedule.step(net, 1) is None
 
 
+@pytest.mark.slow
 def test_recovery_is_the_first_move_of_every_step():
     """Down to 30% in four steps without any training: with recovery it still knows digits."""
     found = {}
@@ -97,6 +98,7 @@ def test_recovery_is_the_first_move_of_every_step():
     assert found[False, False] < found[False, True] < found[True, True] - 10
 
 
+@pytest.mark.slow
 def test_it_ends_well_with_training_between_the_steps():
     net = trained()
     schedule = sp.Schedule("iterative", end=0.3, step_size=0.35, batches=batches(8), loss=F.cross_entropy, recover=True)

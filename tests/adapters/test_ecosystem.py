@@ -87,6 +87,7 @@ def test_autocast(adapter):
     assert torch.cosine_similarity(torch.cat([g.flatten() for g in grads]), exact, dim=0) > 0.98
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
 def test_torch_compile(adapter):
     torch.compiler.reset()

@@ -223,6 +223,7 @@ def test_build(half, base, spalier, tmp_path, monkeypatch):
     assert called.json["parameters"] == sum(p.numel() for p in built.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["onnx", "pt2", "pte"])
 @torch.no_grad()
 def test_export(ending, half, base, spalier, tmp_path):

@@ -45,6 +45,7 @@ def same(one, other):
         assert torch.equal(y, w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_change_nothing(split, workers):
     alone = Loader(split, batch_size=16, seed=5)

@@ -17,6 +17,8 @@ from experiments.paper.cells import Cell, cell_of
 from experiments.paper.protocol import MINI
 from experiments.paper.released import Released
 
+pytestmark = pytest.mark.slow
+
 TINY = replace(
     MINI,
     shared={

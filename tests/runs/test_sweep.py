@@ -197,6 +197,7 @@ def check_alone(config, folder):
     assert outcome(folder) == outcome(Path("alone"))
 
 
+@pytest.mark.slow
 def test_a_crash_a_refusal_and_a_success(here, capfd):
     base = quick(**TINY, network="test_sweep:fragile", checkpoint_seconds=0)
     sweep = Sweep(base, over={"trackers": [[], ["nobody-knows"]], "epochs": [1]})

@@ -148,6 +148,7 @@ def test_training_narrow_strided_convolutions_does_not_crash(tmp_path):
     assert kept.get_submodule("layer2.0.downsample.0").in_channels == 4
 
 
+@pytest.mark.slow
 def test_a_teacher_alone_without_labels(tmp_path, fine):
     """Labels are not looked at, and need not be there."""
     start = str(fine.folder / "tasks" / "digits-100.task.safetensors")

@@ -14,6 +14,8 @@ from trained import EXAMPLE, DigitNet
 import spalier as sp
 from spalier.adapters.attachment import attachment_of
 
+pytestmark = pytest.mark.slow
+
 X = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
 

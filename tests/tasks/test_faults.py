@@ -244,6 +244,7 @@ def faults(tmp_path_factory):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [act.__name__ for act in PROGRAMS])
 def test_processes_that_die_fail_or_compete(name, faults):
     assert faults[name] == ""
