@@ -9,7 +9,7 @@ from spalier import errors
 
 if TYPE_CHECKING:
     from spalier import criteria, models
-    from spalier.adapters import FineTune, LoRA, SPLoRA, SPPaRA, attach_, detach_, fuse
+    from spalier.adapters import ByLayer, FineTune, LoRA, SPDelta, SPLoRA, SPPaRA, attach_, detach_, fuse
     from spalier.benching import bench
     from spalier.counting import count
     from spalier.criteria import Scores, score
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from spalier.pruning.plan import Plan, kept_units
     from spalier.pruning.prune import prune_
     from spalier.pruning.recovery import Recovery
+    from spalier.refitting import refit_
     from spalier.reporting import report
     from spalier.runs import Sweep, TransferPruning
     from spalier.scheduling import Schedule
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ByLayer",
     "FineTune",
     "LoRA",
     "Plan",
     "Recovery",
+    "SPDelta",
     "SPLoRA",
     "SPPaRA",
     "Schedule",
@@ -52,6 +55,7 @@ __all__ = [
     "kept_units",
     "models",
     "prune_",
+    "refit_",
     "report",
     "resizes",
     "score",
@@ -61,10 +65,12 @@ __all__ = [
 
 # everything is imported when it is first asked for: the command line answers before torch is there
 _LATER = {
+    "ByLayer": "adapters",
     "FineTune": "adapters",
     "LoRA": "adapters",
     "Plan": "pruning.plan",
     "Recovery": "pruning.recovery",
+    "SPDelta": "adapters",
     "SPLoRA": "adapters",
     "SPPaRA": "adapters",
     "Schedule": "scheduling",
@@ -82,6 +88,7 @@ _LATER = {
     "fuse": "adapters",
     "kept_units": "pruning.plan",
     "prune_": "pruning.prune",
+    "refit_": "refitting",
     "report": "reporting",
     "resizes": "pruning.modules",
     "score": "criteria",

@@ -190,6 +190,7 @@ TASK_FILE_CODES = {
     "text": "text with control characters, or too much of it",
     "table": "the layer table is not strict JSON, or contradicts itself",
     "mask": "a mask of another length, without units, or with bits beyond them",
+    "codes": "codes that are not deflated data, or hold digits beyond their levels",
     "sizes": "tensors that are longer or shorter than the table says",
     "non-finite": "NaN or infinite numbers",
     "base": "the base is another architecture",

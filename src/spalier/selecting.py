@@ -16,9 +16,9 @@ from typing import Any, Literal
 import numpy as np
 from torch import nn
 
-from spalier.adapters.attach import Names, select_named
 from spalier.adapters.attachment import attachment_of, is_marked
 from spalier.adapters.kinds import LowRank
+from spalier.adapters.targets import Names, select_named
 from spalier.budget import Latency, Meter, first_step
 from spalier.criteria.criterion import Normalise
 from spalier.criteria.score import Aggregate, Floats, Scores, normalised

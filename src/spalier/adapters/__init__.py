@@ -2,13 +2,15 @@
 
 from spalier.adapters.attach import attach_, detach_, fuse
 from spalier.adapters.attachment import Summary
-from spalier.adapters.kinds import ADAPTERS, Adapter, FineTune, LoRA, SPLoRA, SPPaRA
+from spalier.adapters.kinds import ADAPTERS, Adapter, ByLayer, FineTune, LoRA, SPDelta, SPLoRA, SPPaRA
 
 __all__ = [
     "ADAPTERS",
     "Adapter",
+    "ByLayer",
     "FineTune",
     "LoRA",
+    "SPDelta",
     "SPLoRA",
     "SPPaRA",
     "Summary",

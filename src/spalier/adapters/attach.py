@@ -1,17 +1,14 @@
 """Attach an adapter to a network in place, take it off again, or fuse it into the weights.
 
 `attach_` plans everything first and then only assigns, so a call that is refused has changed nothing. The plan says
-which modules a caller means (by pattern, by predicate, or all that can be adapted), which of them learn as they
-are, and that layers which share one weight are treated alike, since they stay one tensor.
+which layers are adapted, and which modules learn as they are.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,168 +25,17 @@ from spalier.adapters.attachment import (
     is_marked,
 )
 from spalier.adapters.forward import adapted_reads, adapter_name, is_strided_pointwise, read_layers
-from spalier.adapters.geometry import Geometry, described, geometries, is_finite, is_norm, is_uninitialised
-from spalier.adapters.kinds import Adapter, FineTune, Fit, Update
+from spalier.adapters.geometry import Geometry, described, is_finite, is_norm, is_uninitialised
+from spalier.adapters.kinds import Adapter, ByLayer, FineTune, Fit, Update
+from spalier.adapters.targets import AdapterOf, Names, Targets, adapters_of, check_ties, select_adaptable, select_named
 from spalier.errors import (
     AttachmentError,
     ConfigError,
     NonFiniteError,
     RankError,
     TargetError,
-    TiedWeightError,
     UnsupportedLayerError,
 )
-
-Predicate = Callable[[str, nn.Module], bool]
-Targets = str | Sequence[str] | Predicate | None
-
-SUPPORTED = "Linear, Conv1d/2d/3d, ConvTranspose1d/2d/3d, Embedding, MultiheadAttention and Hugging Face's Conv1D"
-
-
-class Names:
-    """Every module of a network once, with all the names that it goes by."""
-
-    def __init__(self, net: nn.Module) -> None:
-        self.of: dict[nn.Module, list[str]] = {}
-        for name, module in net.named_modules(remove_duplicate=False):
-            self.of.setdefault(module, []).append(name)
-
-    def first(self, module: nn.Module) -> str:
-        """The name to call a module by."""
-        return self.of[module][0] or "(the network itself)"
-
-    def under(self, pattern: str) -> list[nn.Module]:
-        """The modules that a pattern names, and everything inside of them."""
-        return [m for m, names in self.of.items() if any(_is_within(n, pattern) for n in names)]
-
-    def unmatched(self, what: str, pattern: str) -> TargetError:
-        """The error for a pattern that matches nothing, with names that are close to it."""
-        known = [name for names in self.of.values() for name in names if name]
-        close = get_close_matches(pattern, known, n=3) or known[:3]
-        return TargetError(
-            f"{what} {pattern!r} matches no module of the network; "
-            f"expected a name or a pattern such as {', '.join(map(repr, close)) or 'none: it has no modules'}"
-        )
-
-
-def patterns_of(what: str, value: str | Sequence[str]) -> list[str]:
-    """One pattern or several, as a list; anything else is an error."""
-    patterns = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else None
-    if not patterns or not all(isinstance(p, str) and p for p in patterns):
-        raise ConfigError(f"{what} is {value!r}, expected a name, a pattern such as 'layer4.*', or a list of them")
-    return patterns
-
-
-def select_named(names: Names, what: str, value: str | Sequence[str] | None) -> set[nn.Module]:
-    """The modules under each pattern; a pattern that matches none is an error."""
-    chosen: set[nn.Module] = set()
-    for pattern in patterns_of(what, value) if value is not None else []:
-        found = names.under(pattern)
-        if not found:
-            raise names.unmatched(what, pattern)
-        chosen.update(found)
-    return chosen
-
-
-def select_adaptable(names: Names, targets: Targets, excluded: set[nn.Module]) -> dict[nn.Module, dict[str, Geometry]]:
-    """The layers to adapt, with the geometry of their weights, in the network's order."""
-    if targets is None:
-        chosen: Iterable[nn.Module] = names.of
-    elif callable(targets) and not isinstance(targets, str):
-        chosen = [m for m in names.of if m not in excluded and _could_adapt(m) and targets(names.of[m][0], m)]
-        if not chosen:
-            raise TargetError(
-                f"the targets predicate chose no layer; it was asked for each {SUPPORTED} outside of the head"
-            )
-    else:
-        chosen = _under_each(names, patterns_of("targets", targets), excluded)
-    found = {m: _geometries(names, m) for m in chosen if m not in excluded}
-    return {module: weights for module, weights in found.items() if weights}
-
-
-def _under_each(names: Names, patterns: list[str], excluded: set[nn.Module]) -> list[nn.Module]:
-    chosen: set[nn.Module] = set()
-    for pattern in patterns:
-        found = names.under(pattern)
-        if not found:
-            raise names.unmatched("target", pattern)
-        if not any(_could_adapt(m) for m in found if m not in excluded):
-            kinds = ", ".join(sorted({type(m).__name__ for m in found}))
-            where = " outside of the head" if excluded & set(found) else ""
-            raise UnsupportedLayerError(
-                f"target {pattern!r} holds no layer that can be adapted{where}, but {kinds}; expected {SUPPORTED}"
-            )
-        chosen.update(found)
-    return [module for module in names.of if module in chosen]
-
-
-def _could_adapt(module: nn.Module) -> bool:
-    try:
-        return bool(geometries(module))
-    except UnsupportedLayerError:
-        return True  # of a supported kind: to be reported, not passed over
-
-
-def _geometries(names: Names, module: nn.Module) -> dict[str, Geometry]:
-    try:
-        return geometries(module)
-    except UnsupportedLayerError as error:
-        kind = type(module).__name__
-        raise UnsupportedLayerError(f"{names.first(module)} ({kind}) cannot be adapted: {error}") from None
-
-
-def _is_within(name: str, pattern: str) -> bool:
-    """True where the pattern matches a module's name or that of any module around it."""
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[: n + 1]), pattern) for n in range(len(parts)))
-
-
-Owner = tuple[nn.Module, str]
-
-
-def check_ties(names: Names, adapted: dict[nn.Module, set[str]], learned: set[nn.Module]) -> None:
-    """Refuse a selection that would tear tied weights apart."""
-    for owners in _shared(names):
-        treatments = {_treatment(owner, adapted, learned) for owner in owners}
-        if len(treatments) > 1:
-            raise TiedWeightError(
-                f"{_ties_listed(names, owners)} share one weight but would be treated differently "
-                f"({', '.join(sorted(treatments))}); select all of them alike, or untie them first"
-            )
-        if treatments == {"adapted"} and not _agree([geometries(m)[key] for m, key in owners]):
-            raise TiedWeightError(
-                f"{_ties_listed(names, owners)} share one weight but read it in different shapes; "
-                "leave them out with targets="
-            )
-
-
-def _shared(names: Names) -> list[list[Owner]]:
-    owners: dict[int, list[Owner]] = {}
-    for module in names.of:
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append((module, key))
-    return [found for found in owners.values() if len(found) > 1]
-
-
-def _treatment(owner: Owner, adapted: dict[nn.Module, set[str]], learned: set[nn.Module]) -> str:
-    module, key = owner
-    if module in learned:
-        return "learned"
-    return "adapted" if key in adapted.get(module, ()) else "frozen"
-
-
-def _agree(shapes: list[Geometry]) -> bool:
-    """The same geometry, or one matrix read both ways, as between an embedding and the output layer."""
-    straight = {(g.inputs, g.outputs) if g.inputs_first else (g.outputs, g.inputs) for g in shapes}
-    rest = {(g.groups, g.kernel) for g in shapes}
-    mixed = len({g.inputs_first for g in shapes}) > 1
-    return len(straight) == 1 and len(rest) == 1 and not (mixed and any(g.kernel for g in shapes))
-
-
-def _ties_listed(names: Names, owners: list[Owner]) -> str:
-    return " and ".join(f"{names.first(module)}.{key}" for module, key in owners)
-
 
 Weights = dict[str, tuple[Geometry, Fit]]
 
@@ -212,7 +58,7 @@ def attach_(
 
     Args:
         net: any network; a layer of an unsupported kind stays frozen and is listed in the summary.
-        adapter: `SPLoRA`, `SPPaRA`, `LoRA` or `FineTune`.
+        adapter: `SPLoRA`, `SPDelta`, `SPPaRA`, `LoRA`, `FineTune`, or a `ByLayer` of them.
         example: an input for it, as for `trace`. The network then remembers its structure, and `score` and `select`
             need nothing but the network.
         targets: what to adapt; by default all that can be. A name or glob pattern of module names, or several,
@@ -235,23 +81,25 @@ def attach_(
 
         structure = trace(net, example)
     with torch.inference_mode(False):  # what learns has to be an ordinary tensor
-        summary = _attach_(net, adapter, targets, head, norms)
+        summary = attach_with_(net, adapter, targets, head, norms)
     attachment_of(net).structure = structure
     return summary
 
 
-def _attach_(
+def attach_with_(
     net: nn.Module,
     adapter: Adapter | FineTune,
     targets: Targets,
     head: str | Sequence[str] | None,
     norms: bool,
+    also: Collection[str] = (),
 ) -> Summary:
+    """What `attach_` does, with single parameters that learn in full besides: biases of adapted layers, say."""
     _check_arguments(net, adapter, targets, norms)
     names = Names(net)
-    plan = _plan(names, adapter, targets, head, norms)
+    plan = _plan(names, adapter, targets, head, norms, also)
     updated = _build(names, plan, adapter)
-    replaced = copies_of(list(names.of), set(plan.learned))
+    replaced = copies_of(list(names.of), set(plan.learned), plan.also)
     attachment = Attachment(
         net,
         adapter,
@@ -298,6 +146,10 @@ class _Plan:
     """Modules whose own parameters learn as they are, and as what: norm, head or weights."""
     unpaid: set[nn.Module]
     """Layers that a cap left without a rank."""
+    adapter_of: AdapterOf = lambda layer, weight: ByLayer()
+    """The adapter of each weight."""
+    also: dict[nn.Module, set[str]] = field(default_factory=dict)
+    """Single parameters that learn as they are, in modules that do not."""
 
 
 def _plan(
@@ -306,6 +158,7 @@ def _plan(
     targets: Targets,
     head: str | Sequence[str] | None,
     norms: bool,
+    also: Collection[str],
 ) -> _Plan:
     learned = {m: "norm" for m in names.of if norms and is_norm(m)}
     chosen_head = select_named(names, "head", head)
@@ -314,13 +167,28 @@ def _plan(
     learned |= {m: "head" for m in names.of if m in chosen_head}
     if isinstance(adapter, FineTune):
         plan = _Plan({}, _fine_tuned(names, targets) | learned, set())
+    elif isinstance(adapter, ByLayer) and not adapter.adapters:  # a budget may be spent on norms and head alone
+        plan = _Plan({}, learned, set())
     else:
         chosen = select_adaptable(names, targets, excluded=set(learned))
         plan = _fit(names, adapter, chosen, learned)
+    plan.also.update(_named_parameters(names, also, plan.learned))
     _check_finite(names, plan)
     _check_calls(names, plan.adapted)
-    check_ties(names, {m: set(w) for m, w in plan.adapted.items()}, set(plan.learned))
+    check_ties(names, {m: set(w) for m, w in plan.adapted.items()}, set(plan.learned), plan.also)
     return plan
+
+
+def _named_parameters(
+    names: Names, wanted: Collection[str], learned: Collection[nn.Module]
+) -> dict[nn.Module, set[str]]:
+    """The modules, of those that do not learn as a whole, that hold these parameters under any of their names."""
+    found: dict[nn.Module, set[str]] = {}
+    for module, paths in names.of.items():
+        for key, parameter in module._parameters.items() if wanted and module not in learned else ():
+            if parameter is not None and any((f"{p}.{key}" if p else key) in wanted for p in paths):
+                found.setdefault(module, set()).add(key)
+    return found
 
 
 def _fine_tuned(names: Names, targets: Targets) -> dict[nn.Module, str]:
@@ -343,10 +211,11 @@ def _fit(
 ) -> _Plan:
     adapted: dict[nn.Module, Weights] = {}
     unpaid = set()
+    adapter_of = adapters_of(names, adapter, chosen)
     for layer, weights in chosen.items():
         _check_free(names.first(layer), layer, weights)
         try:
-            fits = {name: (geometry, adapter.fit(geometry)) for name, geometry in weights.items()}
+            fits = {name: (geometry, adapter_of(layer, name).fit(geometry)) for name, geometry in weights.items()}
         except RankError as error:
             raise RankError(f"{names.first(layer)} ({type(layer).__name__}): {error}") from None
         paid = {name: entry for name, entry in fits.items() if entry[1].learned}
@@ -357,7 +226,7 @@ def _fit(
     if not adapted:
         why = "no rank pays for any layer" if unpaid else "it has no layer that can be adapted outside of the head"
         raise TargetError(f"nothing to adapt in this network: {why}")
-    return _Plan(adapted, learned, unpaid)
+    return _Plan(adapted, learned, unpaid, adapter_of)
 
 
 def _check_free(name: str, layer: nn.Module, weights: Iterable[str]) -> None:
@@ -375,7 +244,7 @@ def _build(names: Names, plan: _Plan, adapter: Adapter | FineTune) -> list[Updat
         for name, (geometry, fit) in weights.items():
             weight = layer.get_parameter(name)
             if id(weight) not in built:
-                built[id(weight)] = adapter.build(geometry, fit, weight)
+                built[id(weight)] = plan.adapter_of(layer, name).build(geometry, fit, weight)
             updated.append(Updated(names.first(layer), layer, name, built[id(weight)]))
     return updated
 
@@ -433,14 +302,16 @@ def _row(name: str, module: nn.Module, own: dict[str, nn.Parameter], plan: _Plan
     kind, parameters = type(module).__name__, sum(p.numel() for p in own.values())
     if module in plan.learned:
         return Row(name, kind, parameters, None, parameters, plan.learned[module])
+    also = sum(own[key].numel() for key in plan.also.get(module, ()) if key in own)
     if module not in plan.adapted:
         reason = "frozen (no rank pays)" if module in plan.unpaid else "frozen"
-        return Row(name, kind, parameters, None, 0, reason)
+        return Row(name, kind, parameters, None, also, "weights" if also else reason)
     fits = [entry for key, entry in plan.adapted[module].items() if key in own]
     if not fits:
-        return Row(name, kind, parameters, None, 0, "adapter (tied)")
+        return Row(name, kind, parameters, None, also, "adapter (tied)")
     adapted = sum(geometry.numel for geometry, _ in fits)
-    return Row(name, kind, parameters, fits[0][1].rank, sum(fit.learned for _, fit in fits), "adapter", adapted)
+    learned = also + sum(fit.learned for _, fit in fits)
+    return Row(name, kind, parameters, fits[0][1].rank, learned, "adapter", adapted + also)
 
 
 def _check_arguments(net: object, adapter: object, targets: object, norms: object) -> None:

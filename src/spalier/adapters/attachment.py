@@ -303,7 +303,7 @@ def attachment_of(net: nn.Module) -> Attachment:
     raise AttachmentError(f"this {type(net).__name__} is not adapted; expected a network that attach_ was called on")
 
 
-def copies_of(modules: list[nn.Module], learned: set[nn.Module]) -> list[Replaced]:
+def copies_of(modules: list[nn.Module], learned: set[nn.Module], also: Mapping[nn.Module, set[str]]) -> list[Replaced]:
     """Copies for the parameters of what learns and for every buffer; tensors that are tied stay tied."""
     copies: dict[int, Tensor] = {}
     found = []
@@ -311,6 +311,7 @@ def copies_of(modules: list[nn.Module], learned: set[nn.Module]) -> list[Replace
         entries = [("_buffers", key, t) for key, t in module._buffers.items()]
         if module in learned:
             entries += [("_parameters", key, p) for key, p in module._parameters.items()]
+        entries += [("_parameters", key, module._parameters[key]) for key in sorted(also.get(module, ()))]
         for kind, key, tensor in entries:
             if tensor is not None:
                 if id(tensor) not in copies:

@@ -1,20 +1,22 @@
 """The adapters of the paper: what each learns for one weight, and the settings that ask for it.
 
-An adapter (`SPLoRA`, `LoRA`, `SPPaRA`) is a frozen dataclass of settings. It *fits* a weight's geometry, which says
-what it costs there, and *builds* an `Update`: a module that sits beside the weight, starts near zero, follows its
-dtype and device, and adds itself to it (Eq. 1-4). Pruning the weight removes the same rows and columns from the
-update. `FineTune`, the baseline, learns the weights themselves.
+An adapter (`SPLoRA`, `SPDelta`, `SPPaRA`, `LoRA`) is a frozen dataclass of settings. It *fits* a weight's geometry,
+which says what it costs there, and *builds* an `Update`: a module that sits beside the weight, starts near zero,
+follows its dtype and device, and adds itself to it (Eq. 1-4). Pruning the weight removes the same rows and columns from
+the update. `FineTune`, the baseline, learns the weights themselves. `ByLayer` has an adapter for each weight.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from spalier.adapters.codes import codes_of, levels_of, rounded
 from spalier.adapters.geometry import Added, Geometry
 from spalier.errors import ConfigError, PruneError, RankError
 
@@ -22,6 +24,17 @@ if TYPE_CHECKING:
     from spalier.adapters.geometry import Indices
 
     Kept = tuple[Indices | None, ...]
+
+
+class Stored(NamedTuple):
+    """A matrix as a task file has it: its numbers, or the codes of them."""
+
+    values: Tensor
+    """(rows, length)."""
+    scale: Tensor | None = None
+    """Of codes: one for each row, or one for all."""
+    levels: int = 0
+    """Of codes; 0 for numbers."""
 
 
 class Update(Added):
@@ -37,17 +50,24 @@ class Update(Added):
         """The attributes and buffers that go with it."""
         return {"geometry": geometry}
 
+    def stored(self) -> list[Stored]:
+        """Its matrices as a task file has them."""
+        raise PruneError(f"{type(self).__name__} does not say how it is stored; define its stored()")
+
 
 class LowRank(Update):
     """``up^T down``: ``down`` projects the inputs to r channels, ``up`` brings these to the outputs (Eq. 3).
 
-    In a grouped layer each group has its own r channels, so the cost stays r (in + out).
+    In a grouped layer each group has its own r channels, so the cost stays r (in + out). `refit_` may have rounded the
+    factors to a few levels; they go on learning straight through that.
     """
 
     down: nn.Parameter
     up: nn.Parameter
     kept_inputs: Tensor | None
     kept_outputs: Tensor | None
+    down_scale: Tensor | None
+    up_scale: Tensor | None
 
     def __init__(
         self,
@@ -67,6 +87,10 @@ class LowRank(Update):
         """The rank that it began with."""
         self.register_buffer("kept_inputs", None)
         self.register_buffer("kept_outputs", None)
+        self.levels = 0
+        """How many levels the factors are rounded to; 0 where they are not."""
+        self.register_buffer("down_scale", None)
+        self.register_buffer("up_scale", None)
         taps = geometry.kernel if whole_kernel else ()
         self.down = nn.Parameter(weight.new_empty(rank, geometry.inputs, *taps))
         self.up = nn.Parameter(weight.new_empty(rank, geometry.outputs))
@@ -87,9 +111,26 @@ class LowRank(Update):
 
     def _left(self) -> tuple[Tensor, Tensor]:
         """The factors for the channels that are left."""
-        down: Tensor = self.down if self.kept_inputs is None else self.down.index_select(1, self.kept_inputs)
-        up: Tensor = self.up if self.kept_outputs is None else self.up.index_select(1, self.kept_outputs)
+        down, up = self._rounded(self.down, self.down_scale), self._rounded(self.up, self.up_scale)
+        down = down if self.kept_inputs is None else down.index_select(1, self.kept_inputs)
+        up = up if self.kept_outputs is None else up.index_select(1, self.kept_outputs)
         return down, up
+
+    def _rounded(self, factor: Tensor, scale: Tensor | None) -> Tensor:
+        if scale is None:
+            return factor
+        scale = scale.view(-1, *[1] * (factor.dim() - 1))  # one for each component
+        return scale * rounded(factor, scale, self.levels)
+
+    def stored(self) -> list[Stored]:
+        """``down``, then ``up``; a row is a component."""
+        return [self._stored(self.down, self.down_scale), self._stored(self.up, self.up_scale)]
+
+    def _stored(self, factor: Tensor, scale: Tensor | None) -> Stored:
+        matrix = factor.detach().flatten(1)
+        if scale is None:
+            return Stored(matrix)
+        return Stored(codes_of(matrix, scale[:, None], self.levels), scale, self.levels)
 
     def cuts(self, outputs: Indices, inputs: Indices) -> list[tuple[nn.Parameter, Kept]]:
         """The same rows and columns as the weight's (Eq. 4)."""
@@ -107,6 +148,12 @@ class LowRank(Update):
     def rank_cuts(self, components: Indices) -> list[tuple[nn.Parameter, Kept]]:
         """What stays of each factor where the bottleneck keeps these components."""
         return [(f, (components, *(None,) * (f.dim() - 1))) for f in (self.down, self.up)]
+
+    def rank_narrowed(self, components: Indices) -> dict[str, Tensor]:
+        """The scales that go with them."""
+        scales = {"down_scale": self.down_scale, "up_scale": self.up_scale}
+        index = torch.from_numpy(components)
+        return {key: scale[index.to(scale.device)] for key, scale in scales.items() if scale is not None}
 
     def narrowed(self, geometry: Geometry, outputs: Indices, inputs: Indices) -> dict[str, object]:
         """A factor that stays whole notes which channels are left."""
@@ -128,7 +175,8 @@ class LowRank(Update):
     def extra_repr(self) -> str:
         """What ``print`` shows of it."""
         taps = "whole kernel" if self.down.dim() > 2 else "centre tap" if self.geometry.kernel else ""
-        parts = [f"{self.geometry.inputs}, {self.geometry.outputs}", f"rank={self.rank}", taps]
+        levels = f"{self.levels} levels" if self.levels else ""
+        parts = [f"{self.geometry.inputs}, {self.geometry.outputs}", f"rank={self.rank}", taps, levels]
         return ", ".join(filter(None, parts))
 
     @torch.no_grad()
@@ -164,6 +212,10 @@ class Pointwise(Update):
         size = self.geometry.inputs // self.geometry.groups
         return [(self.residual, (outputs, np.unique(inputs % size)))]  # the same ones in every group
 
+    def stored(self) -> list[Stored]:
+        """A row is an output."""
+        return [Stored(self.residual.detach())]
+
     def forward(self, weight: Tensor) -> Tensor:
         """The fused weight, differentiable in the residual; the base weight is left as it is."""
         return add_(weight.clone(), pointwise(self.residual, self.geometry), self.geometry)
@@ -171,6 +223,82 @@ class Pointwise(Update):
     def extra_repr(self) -> str:
         """What ``print`` shows of it."""
         return f"{self.geometry.inputs}, {self.geometry.outputs}"
+
+
+class Coded(Update):
+    """A few bits for each entry of the weight, and a scale for each index of its first axis, or one for all.
+
+    ``delta`` has the weight's shape and its unit. What is added is its nearest code times the scale. Codes have no
+    gradient, so ``delta`` learns by that of the code, as if nothing had been rounded; and the scale by its gain.
+    """
+
+    delta: nn.Parameter
+    gain: nn.Parameter
+    scale: Tensor
+
+    def __init__(self, geometry: Geometry, weight: Tensor, levels: int, *, by_row: bool, start: float) -> None:
+        super().__init__()
+        self.geometry, self.levels = geometry, levels
+        rows = weight.detach().flatten(1)
+        size = rows.float().square().mean(1 if by_row else (0, 1), keepdim=True).sqrt().view(-1)
+        # with a scale of zero, what begins as zeros would never learn
+        scale = start * torch.where(size > 0, size, torch.full_like(size, 1 / math.sqrt(geometry.fan_in)))
+        self.register_buffer("scale", scale.to(weight.dtype))
+        self.gain = nn.Parameter(torch.ones_like(self.scale))
+        # signs know no zero, so they begin at random; other codes begin at zero, within half a step of it
+        share = 1.0 if levels == 2 else 0.45
+        self.delta = nn.Parameter((torch.rand_like(weight) * 2 - 1) * share * self._by_row(self.scale, weight))
+        if geometry.padding_idx is not None:
+            with torch.no_grad():  # that row of an embedding learns nothing
+                self.scale[geometry.padding_idx] = 0
+
+    @property
+    def by_row(self) -> bool:
+        """Whether each index of the first axis has a scale of its own."""
+        return len(self.scale) > 1 or len(self.delta) == 1
+
+    def _by_row(self, scale: Tensor, like: Tensor) -> Tensor:
+        return scale.view(-1, *[1] * (like.dim() - 1))
+
+    def cuts(self, outputs: Indices, inputs: Indices) -> list[tuple[nn.Parameter, Kept]]:
+        """The same rows and columns as the weight's."""
+        first, second = self._sides(outputs, inputs)
+        cut: list[tuple[nn.Parameter, Kept]] = [(self.delta, (first, second))]
+        return [*cut, (self.gain, (first,))] if self.by_row else cut
+
+    def _sides(self, outputs: Indices, inputs: Indices) -> tuple[Indices, Indices]:
+        """The indices that stay along the weight's first two axes; the second counts inside of a group."""
+        import numpy as np
+
+        geometry = self.geometry
+        first, second, size = outputs, inputs, geometry.inputs // geometry.groups
+        if geometry.inputs_first:
+            first, second, size = inputs, outputs, geometry.outputs // geometry.groups
+        return first, np.unique(second % size)
+
+    def narrowed(self, geometry: Geometry, outputs: Indices, inputs: Indices) -> dict[str, object]:
+        """Scales go with their rows."""
+        if not self.by_row:
+            return {"geometry": geometry}
+        first = torch.from_numpy(self._sides(outputs, inputs)[0]).to(self.scale.device)
+        return {"geometry": geometry, "scale": self.scale[first]}
+
+    def stored(self) -> list[Stored]:
+        """The codes; a row is an index of the first axis."""
+        matrix = self.delta.detach().flatten(1)
+        return [Stored(codes_of(matrix, self.scale[:, None], self.levels), self._step().detach(), self.levels)]
+
+    def _step(self) -> Tensor:
+        return self.scale * self.gain
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The fused weight, differentiable in delta and gain; the base weight is left as it is."""
+        codes = rounded(self.delta, self._by_row(self.scale, weight), self.levels)
+        return weight + self._by_row(self._step(), weight) * codes
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows of it."""
+        return f"{self.geometry.inputs}, {self.geometry.outputs}, {self.levels} levels"
 
 
 def low_rank(down: Tensor, up: Tensor, geometry: Geometry) -> Tensor:
@@ -358,6 +486,84 @@ class SPPaRA:
 
 
 @dataclass(frozen=True)
+class SPDelta:
+    """Structured Pruning Delta: a few bits for each kept weight, ``W_t = W_s + s Q``, pruned along with the weight.
+
+    Where few channels are left, few bits for each entry are a shorter code than few components. `refit_` writes what
+    was learned wide in this form; it can be learned directly too.
+
+    Args:
+        bits: 1, 2, 3, 4 or 8: codes of 2, 3, 7, 15 or 255 levels.
+        scales: ``"row"`` has a scale for each output channel (for each input where the weight has inputs first, as in
+            an embedding), ``"layer"`` one for all.
+        init_range: where the scale starts, as a share of the weights' own size.
+
+    >>> SPDelta(bits=1)
+    SPDelta(bits=1, scales='row', init_range=0.01)
+    """
+
+    bits: int = 1
+    scales: Literal["row", "layer"] = "row"
+    init_range: float = 0.01
+
+    def __post_init__(self) -> None:
+        levels_of(self.bits)
+        check_choice("scales", self.scales, ("row", "layer"))
+        check_init_range(self.init_range)
+        if not self.init_range:
+            raise ConfigError("init_range is 0, expected more: codes of the scale 0 never learn")
+
+    def fit(self, geometry: Geometry) -> Fit:
+        """What a layer's codes and scales come to, in learned numbers."""
+        return Fit(rank=None, learned=geometry.numel + (geometry.shape[0] if self.by_row(geometry) else 1))
+
+    def build(self, geometry: Geometry, fit: Fit, weight: Tensor) -> Coded:
+        """The codes of one weight, with its dtype and device."""
+        levels = levels_of(self.bits)
+        return Coded(geometry, weight, levels, by_row=self.by_row(geometry), start=self.init_range)
+
+    def by_row(self, geometry: Geometry) -> bool:
+        """Whether each index of the first axis of such a weight has a scale of its own."""
+        return self.scales == "row" or geometry.padding_idx is not None  # the row that never learns has the scale 0
+
+
+@dataclass(frozen=True)
+class ByLayer:
+    """An adapter for each weight by its name; weights that are not named stay frozen.
+
+    What `refit_` leaves behind where it spends a budget of bytes.
+
+    >>> ByLayer({"conv1.weight": SPLoRA(rank=4), "fc1.weight": SPDelta(bits=1)})
+    ByLayer(2 weights)
+    """
+
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, adapter in self.adapters.items():
+            if isinstance(adapter, type | ByLayer) or not (hasattr(adapter, "fit") and hasattr(adapter, "build")):
+                raise ConfigError(f"the adapter of {name} is {adapter!r}, expected one such as SPLoRA(rank=8)")
+
+    def of(self, name: str) -> Adapter:
+        """The adapter of one weight."""
+        return self.adapters.get(name, _NOTHING)
+
+    def fit(self, geometry: Geometry) -> Fit:
+        """Nothing, for a weight that is not named."""
+        return Fit(rank=None, learned=0)
+
+    def build(self, geometry: Geometry, fit: Fit, weight: Tensor) -> Update:
+        """Never asked for: what is named builds its own."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"ByLayer({len(self.adapters)} weights)"
+
+
+_NOTHING = ByLayer()
+
+
+@dataclass(frozen=True)
 class FineTune:
     """Learn the weights themselves, in copies that `detach_` throws away; with pruning, the paper's fine-pruning.
 
@@ -370,6 +576,7 @@ class FineTune:
 
 ADAPTERS: dict[str, type[Any]] = {
     "splora": SPLoRA,
+    "spdelta": SPDelta,
     "sppara": SPPaRA,
     "lora": LoRA,
     "fine-pruning": FineTune,

@@ -30,7 +30,7 @@ from spalier.adapters.kinds import LowRank, Update
 from spalier.errors import PlanError, PruneError
 from spalier.pruning.modules import Resize, resized, set_spread_
 from spalier.pruning.plan import PRUNED_MARK, Indices, Plan, Reduction, kept_after, kept_of
-from spalier.pruning.recovery import Recovered, Recovery, calibration_of, recover_
+from spalier.pruning.recovery import Recovered, Recovery, calibration_of, recover_, wishes_of
 from spalier.pruning.verify import reference, verify
 from spalier.structure.labels import Ints
 
@@ -99,7 +99,8 @@ def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool, recover: An
         if wanted is not None:
             verify(reduction, wanted, changes)
         if calibration is not None and teacher is not None:
-            recovered = recover_(reduction, teacher, attachment, *calibration, changes)
+            wishes = wishes_of(reduction, calibration[0])
+            recovered = recover_(net, teacher, attachment, *calibration, changes, wishes)
     except BaseException:  # an interrupt too
         changes.undo_()
         raise
@@ -223,6 +224,8 @@ class Cutter:
         for update, kept in components.items():
             for factor, indices in update.rank_cuts(kept):
                 self._shrink_(factor, self._cut(factor.detach(), indices), indices)
+            for key, scale in update.rank_narrowed(kept).items():
+                self.changes.set_(update, "_buffers", key, scale)
 
     def _cut(self, tensor: Tensor, indices: Indices) -> Tensor:
         return cut(tensor, indices)

@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from spalier.adapters.attachment import Attachment, Changes
-from spalier.adapters.kinds import LowRank, Pointwise, Update
+from spalier.adapters.kinds import Coded, LowRank, Pointwise, Update
 from spalier.distributed import broadcast_
 from spalier.errors import RecoveryError
 from spalier.pruning.plan import Reduction
-from spalier.pruning.regression import Moments, features, set_best_
+from spalier.pruning.regression import Moments, as_features, features, matrix_of, set_best_
 from spalier.structure.graph import in_eval_mode
 from spalier.structure.labels import Ints
+from spalier.structure.structure import Structure
 from spalier.text import first_line, table
 
 
@@ -157,15 +158,15 @@ def _joined(each: Sequence[Any], sizes: list[int]) -> Any:
 
 @torch.no_grad()
 def recover_(
-    reduction: Reduction,
+    net: nn.Module,
     teacher: nn.Module,
     attachment: Attachment | None,
     recovery: Recovery,
     inputs: Any,
     changes: Changes,
+    wishes: Wishes,
 ) -> Recovered:
-    """Recover a network that was just cut; ``teacher`` is what it was before."""
-    net = reduction.net
+    """Let a network return what ``teacher`` does, layer by layer: what it was before it was cut, or written anew."""
     device = next((p.device for p in net.parameters()), torch.device("cpu"))
     args, kwargs = tree_map_only(Tensor, lambda t: t.to(device), inputs)
     samples = _samples([*args, *kwargs.values()])
@@ -173,15 +174,13 @@ def recover_(
         stack.enter_context(in_eval_mode(net))
         stack.enter_context(in_eval_mode(teacher))
         norms = _recalibrating(net, changes) if recovery.norms else []
-        # a norm that takes new statistics takes the mean of its layer away
-        centred = {site.writer for site in reduction.structure.sites if site.norm and recovery.norms}
-        solver = _Solver(net, attachment, recovery, _kept_outputs(reduction), centred, changes)
+        solver = _Solver(net, attachment, recovery, wishes, changes)
         if (recovery.adapters or recovery.head) and attachment is not None:
             solver.choose(args, kwargs)
             stack.enter_context(solver.in_step_with(teacher, args, kwargs))
         stack.enter_context(_taking_statistics(norms))
         _run(net, args, kwargs)
-    made = [*solver.parameters, *_buffers(norms)]
+    made = [*solver.tensors, *_buffers(norms)]
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if any(tensor is each for each in made) and not torch.isfinite(tensor).all():
             raise RecoveryError(
@@ -192,15 +191,34 @@ def recover_(
     return Recovered(samples, len(norms), solver.layers, solver.skipped, tuple(solver.parameters))
 
 
-def _kept_outputs(reduction: Reduction) -> dict[str, Ints]:
-    """For each layer that has lost outputs, those that stayed."""
+@dataclass(frozen=True)
+class Wishes:
+    """What is wanted of the layers, by name."""
+
+    outputs: Mapping[str, Ints] = field(default_factory=dict)
+    """For each layer that has fewer outputs than the teacher's, which of them it has."""
+    centred: frozenset[str] = frozenset()
+    """Layers whose mean does not matter, because a norm that takes new statistics takes it away."""
+    deltas: Mapping[str, Tensor] = field(default_factory=dict)
+    """What an update should stay near to, as a delta of the weight; by default what it is."""
+
+
+def wishes_of(reduction: Reduction, recovery: Recovery) -> Wishes:
+    """After a prune: what the layers returned, as far as their outputs stayed."""
     paths = {module: path for path, module in reduction.net.named_modules()}
-    return {
+    outputs = {
         paths[owner.module]: indices[0]
         for name, indices in reduction.cuts.items()
         for owner in reduction.owners[name]
         if owner.key == "weight" and indices[0] is not None
     }
+    return Wishes(outputs, centred_layers(reduction.structure) if recovery.norms else frozenset())
+
+
+def centred_layers(structure: Structure | None) -> frozenset[str]:
+    """The layers with a batch norm behind them."""
+    sites = () if structure is None else structure.sites
+    return frozenset(site.writer for site in sites if site.norm)
 
 
 @dataclass(frozen=True)
@@ -230,8 +248,7 @@ class _Solver:
     net: nn.Module
     attachment: Attachment | None
     recovery: Recovery
-    outputs: Mapping[str, Ints]
-    centred: set[str]
+    wishes: Wishes
     changes: Changes
     chosen: dict[str, _Target] = field(default_factory=dict)
     layers: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -241,6 +258,12 @@ class _Solver:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that were set."""
         return [p for target in self.chosen.values() for p in target.learned]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that was set: the scales of codes too."""
+        updates = (target.update for target in self.chosen.values())
+        return [*self.parameters, *(u.scale for u in updates if isinstance(u, Coded))]
 
     def choose(self, args: Any, kwargs: Any) -> None:
         """The layers that can be solved: plain ones, called once."""
@@ -289,19 +312,22 @@ class _Solver:
     def _set_(self, name: str, target: _Target, x: Tensor, wanted: Tensor) -> None:
         layer, update = target.layer, target.update
         axis = -1 if isinstance(layer, nn.Linear) else 1 - layer.weight.dim()  # of the output's channels
-        kept = self.outputs.get(name)
+        kept = self.wishes.outputs.get(name)
         if kept is not None:
             wanted = _channels(wanted, axis, torch.from_numpy(kept).to(wanted.device))
         # whether every tap of a kernel is fitted, or the centre tap alone
-        whole = update is None or (isinstance(update, LowRank) and update.down.dim() > 2)
-        shifts = update is None and layer.bias is not None and name not in self.centred
-        moments = Moments(centred=shifts or name in self.centred)
+        whole = update is None or isinstance(update, Coded) or (isinstance(update, LowRank) and update.down.dim() > 2)
+        is_centred = name in self.wishes.centred
+        shifts = update is None and layer.bias is not None and not is_centred
+        moments = Moments(centred=shifts or is_centred)
         # what the frozen weight does not make already; all of it, where nothing is frozen
         missing = wanted if update is None else wanted - type(layer).forward(layer, x)
         for inputs, part in features(layer, x, missing, whole, self.recovery.rows):
             moments.add(inputs, part)
         moments.power = _power(wanted, axis, centred=moments.centred)
-        self.layers[name] = set_best_(moments, layer, update, self.recovery.ridge, self.changes, shifts=shifts)
+        near = self.wishes.deltas.get(name)
+        before = matrix_of(layer, update) if near is None else as_features(near, layer, whole)
+        self.layers[name] = set_best_(moments, layer, update, before, self.recovery.ridge, self.changes, shifts=shifts)
 
 
 def _channels(values: Tensor, axis: int, index: Tensor) -> Tensor:
@@ -334,8 +360,10 @@ def _refusal(target: _Target, sharing: int, calls: int) -> str:
         return "its channels are in groups"
     if getattr(update, "stays_whole", False):
         return "LoRA keeps all channels of the base"
-    if update is not None and not isinstance(update, LowRank | Pointwise):
+    if update is not None and not isinstance(update, LowRank | Pointwise | Coded):
         return f"no regression for {type(update).__name__}"
+    if isinstance(update, LowRank) and update.levels:
+        return "its factors are codes"
     if calls != 1:
         return f"it runs {calls} times in one forward"
     return ""

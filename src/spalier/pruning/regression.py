@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spalier.adapters.attachment import Changes
+from spalier.adapters.codes import best_scales, codes_of
 from spalier.adapters.forward import padded
 from spalier.adapters.geometry import Window
-from spalier.adapters.kinds import LowRank, Update
+from spalier.adapters.kinds import Coded, LowRank, Update
 from spalier.errors import RecoveryError
 
 _CHUNK = 1 << 24
@@ -100,28 +101,39 @@ def _patches(window: Window, x: Tensor) -> Tensor:
 
 
 def set_best_(
-    moments: Moments, layer: Any, update: Update | None, ridge: float, changes: Changes, *, shifts: bool
+    moments: Moments,
+    layer: Any,
+    update: Update | None,
+    before: Tensor,
+    ridge: float,
+    changes: Changes,
+    *,
+    shifts: bool,
 ) -> tuple[float, float]:
-    """Set a layer's update to the best of its rank, or its own weight where it has none.
+    """Set a layer's update to the best of its form, or its own weight where it has none.
+
+    The ridge pulls to ``before``, a matrix of (features, outputs): the adapter as it was, or what it stands for.
 
     Returns the share of the output that was missing before, and is now.
     """
     gram, cross, power = moments.means()
     if not (torch.isfinite(gram).all() and torch.isfinite(cross).all()):
         raise RecoveryError("a layer sees NaN or infinite values in the calibration batches; look at these")
-    before = _matrix(layer, update).double()
-    # argmin |x D - missing|^2 + level |D - before|^2: the ridge pulls to the adapter as it was, not to zero
+    before = before.double()
+    # argmin |x D - missing|^2 + level |D - before|^2
     level = ridge * float(gram.diagonal().mean()) + 1e-12
     metric = gram + level * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     after = torch.linalg.solve(metric, cross + level * before)  # (features, outputs)
     if isinstance(update, LowRank):
         down, up = reduced(after, metric, update.rank)
         after = down @ up
-        changes.set_values_(update.down, down.T.reshape(update.down.shape).to(update.down))
+        changes.set_values_(update.down, down.T.reshape(update.down.shape).to(update.down).contiguous())
         changes.set_values_(update.up, up.to(update.up))
+    elif isinstance(update, Coded):
+        after = _set_codes_(update, after.T, metric, changes).T
     else:
         weight: Any = layer.weight if update is None else update.residual
-        changes.set_values_(weight, after.T.reshape(weight.shape).to(weight))
+        changes.set_values_(weight, after.T.reshape(weight.shape).to(weight).contiguous())
     if shifts:
         changes.set_values_(layer.bias, moments.shift(after).to(layer.bias))
     # E |missing - x D|^2, expanded, so that the samples are not needed again
@@ -152,9 +164,30 @@ def reduced(best: Tensor, metric: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return F.pad(down, (0, missing)), F.pad(up, (0, 0, 0, missing))
 
 
-def _matrix(layer: Any, update: Any) -> Tensor:
+def _set_codes_(update: Coded, wanted: Tensor, metric: Tensor, changes: Changes) -> Tensor:
+    """Let codes come as near to a matrix of (outputs, features) as they can; returns what they add."""
+    step, scale = best_scales(wanted, update.levels, metric, by_row=update.by_row)
+    gain = torch.where(step > 0, scale / step.clamp(min=1e-30), torch.ones_like(step))
+    changes.set_values_(update.delta, wanted.reshape(update.delta.shape).to(update.delta).contiguous())
+    changes.set_values_(update.gain, gain.to(update.gain))
+    changes.set_values_(update.scale, step.to(update.scale))
+    return scale[:, None] * codes_of(wanted, step[:, None], update.levels)
+
+
+def matrix_of(layer: Any, update: Any) -> Tensor:
     """What an update adds, or what a layer's own weight is, as (features, outputs)."""
     if isinstance(update, LowRank):
         return update.down.detach().flatten(1).T @ update.up.detach()
+    if isinstance(update, Coded):
+        added: Tensor = update(torch.zeros_like(update.delta))
+        return added.detach().flatten(1).T
     own: Tensor = layer.weight if update is None else update.residual
     return own.detach().flatten(1).T
+
+
+def as_features(delta: Tensor, layer: Any, whole: bool) -> Tensor:
+    """A delta of a layer's weight as (features, outputs): of all taps, or of the centre tap."""
+    if not whole:
+        for size in layer.weight.shape[2:]:
+            delta = delta.select(2, size // 2)
+    return delta.flatten(1).T

@@ -421,7 +421,7 @@ def layers(task: Task) -> list[Layer]:
         axis = int(getattr(row.source, "inputs_first", False))
         kept = np.ones(row.shape[axis], bool)
         for placement in row.axes[axis]:
-            kept = kept & placement.kept(task.masks)
+            placement.keep_(kept, task.masks)
         keys = [key for key in row.keys if key.endswith("weight")]
         found += [Layer(row.path if k == "weight" else f"{row.path}.{k}".strip("."), kept) for k in keys]
     return found

@@ -4,6 +4,7 @@ run.yaml                   the settings
 metrics.jsonl              one line for each epoch and block
 checkpoint.safetensors     where the run is, and what it needs to go on
 checkpoint-N.task.safetensors    what has been learned by then
+wide.task.safetensors      all kept weights, while narrow forms of them learn
 blocks/00.json ...         all that is known of each block, with .png, example images, and .scores.json
 tasks/                     a store with one task for each density
 results.json               the rows, once the run is done
@@ -30,7 +31,9 @@ from spalier.runs.settings import Settings, differences
 from spalier.tasks import Task
 
 FORMAT = 1
-Phase = Literal["train", "finish", "score", "prune", "done"]
+Phase = Literal["train", "finish", "refit", "score", "prune", "done"]
+WIDE = "wide.task.safetensors"
+"""All weights that are learned, while narrow forms of them are."""
 
 
 class RunFolder:
@@ -122,7 +125,7 @@ class RunFolder:
 
 def _is_foreign(folder: Path) -> bool:
     """Whether a folder holds what no run leaves that was killed at its beginning."""
-    ours = {".lock", "tasks", "blocks", "run.yaml", "metrics.jsonl", "tracking", "report.html"}
+    ours = {".lock", "tasks", "blocks", WIDE, "run.yaml", "metrics.jsonl", "tracking", "report.html"}
     begun = (".spalier-", "checkpoint-")
     return any(entry.name not in ours and not entry.name.startswith(begun) for entry in folder.iterdir())
 
@@ -157,7 +160,11 @@ class Position:
     step: int = 0
     """Steps that are done in the whole run."""
     epochs: int = 0
-    """Epochs that are done in the whole run."""
+    """Epochs that are done in the whole run, but for those of narrow forms."""
+    form: int = 0
+    """Which narrow form of the block is next or learns; 0 while all weights do."""
+    refit_steps: int = 0
+    """Steps of narrow forms that are done in the whole run: they are no part of the others' randomness."""
 
     def replace(self, **changes: Any) -> Position:
         """A copy with some of it changed."""
@@ -199,7 +206,7 @@ _PLAIN = [each.name for each in fields(Checkpoint) if each.name not in ("positio
 def save_checkpoint(folder: RunFolder, checkpoint: Checkpoint) -> None:
     """Write a checkpoint: first what was learned, then the file that names it, so that one of both is always whole."""
     at = checkpoint.position
-    name = f"checkpoint-{at.block}-{at.phase}-{at.step}.task.safetensors"
+    name = f"checkpoint-{at.block}-{at.form}-{at.phase}-{at.step + at.refit_steps}.task.safetensors"
     state = {key: getattr(checkpoint, key) for key in _PLAIN}
     state |= {"format": FORMAT, "position": asdict(at), "learned": name}
     tensors = {key: value.detach().cpu().contiguous() for key, value in checkpoint.tensors.items()}

@@ -1,11 +1,16 @@
 """The loop: train, finish a block, score, prune, train again, until the last density.
 
+Where tasks are learned wide, all kept weights learn. At the end of a block they are written in each narrow form in
+turn, which learns on for a few epochs with the wide network as teacher and becomes a task; then the wide network goes
+on.
+
 Each phase takes the run from one `Position` to the next. What a phase does depends on the position, the settings and
 the values in the network alone, so a run that was killed goes on from its last checkpoint to the same bits.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 from dataclasses import asdict
@@ -18,28 +23,36 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spalier.adapters.attach import attach_, detach_, fuse
+from spalier.adapters.kinds import ByLayer, FineTune
 from spalier.criteria.score import Scores, score
 from spalier.data import Data, Loader, Split
 from spalier.distributed import wait_for_all
-from spalier.errors import DataError, NonFiniteError, RunError, TaskFileError
+from spalier.errors import BudgetError, DataError, NonFiniteError, RunError, TaskFileError
 from spalier.networks import logits_of
 from spalier.pruning.plan import Plan
 from spalier.pruning.prune import prune_
 from spalier.pruning.recovery import Recovery
+from spalier.refitting import refit_
 from spalier.runs import learning
-from spalier.runs.checkpoint import Checkpoint, Position, RunFolder, load_checkpoint, save_checkpoint
+from spalier.runs.checkpoint import WIDE, Checkpoint, Position, RunFolder, load_checkpoint, save_checkpoint
 from spalier.runs.learning import Evaluation, evaluate
+from spalier.runs.narrow import Form, restore_unrounded_, unrounded
 from spalier.runs.processes import Machine, Progress, StopSignals, sum_gradients_, sum_over_ranks
 from spalier.runs.settings import Settings, seed_of
 from spalier.selecting import select
 from spalier.structure.structure import structure_of
 from spalier.tasks import SUFFIX, Store, Task
+from spalier.tasks.apply import apply_to_
+from spalier.tasks.base import Base
+
+_ROOM = 0.98
+"""Of a budget of bytes, what is spent before a narrow form learns on."""
 
 
 class Engine:
     """One run in one process.
 
-    A subclass can do a part of the run in another way: a phase (`train`, `finish`, `score`, `prune`), a training step
+    A subclass can do a part of the run in another way: a phase (`train`, `finish`, `refit`, `score`, `prune`), a step
     (`train_step`, `loss`), the choice of units (`select_plan`) or the row of a block (`make_row`).
     ``TransferPruning.run(folder, engine=Mine)`` uses it.
     """
@@ -52,7 +65,9 @@ class Engine:
     ) -> None:
         self.config, self.folder, self.net, self.head = config, folder, net, head
         self.data, self.machine, self.base_digest = data, machine, learning.digest(net)
-        self.targets = config.targets()
+        self.targets, self.forms = config.targets(), config.forms
+        # the same tensors in modules that nothing is attached to: what task files are built on
+        self.base = copy.deepcopy(net, {id(tensor): tensor for tensor in (*net.parameters(), *net.buffers())})
         self.example = torch.zeros(2, *data.shape, device=machine.device)
         self.batch_size = config.batch_size
         if len(data.train) < config.batch_size:  # one batch of what all processes can share equally
@@ -70,6 +85,8 @@ class Engine:
         self.best_values: dict[str, Tensor] = {}
         self.plan: Plan | None = None
         self.teacher: nn.Module | None = None
+        self.wide: Task | None = None
+        self.wide_net: nn.Module | None = None
 
     def run(self, progress: bool) -> list[dict[str, Any]]:
         """Begin, or go on from the last checkpoint, to the end; a row for each density."""
@@ -79,9 +96,11 @@ class Engine:
         else:
             self._restore(checkpoint)
         wait_for_all()  # until everyone has read what the first process is about to replace
-        epochs = sum(map(self.config.epochs_of, range(len(self.targets) + 1)))
+        blocks, forms = range(len(self.targets) + 1), range(len(self.forms) + 1)
+        epochs = sum(self.config.epochs_of(block, form) for block in blocks for form in forms)
         shown = progress and self.machine.is_first
-        self.progress = Progress(epochs * len(self.loader), self.position.step, shown)
+        done = self.position.step + self.position.refit_steps
+        self.progress = Progress(epochs * len(self.loader), done, shown)
         try:
             with self.signals:
                 while self.position.phase != "done":
@@ -104,8 +123,11 @@ class Engine:
             start = Task.load(self.config.start_task)
             learning.check_start_task(self.config, start)
             start.apply_(self.net, example=self.example)
+            if self.forms and start.info.adapter["kind"] != FineTune.__name__:
+                refit_(self.net, FineTune())
         else:
-            attach_(self.net, self.config.make_adapter(), head=self.head, example=self.example)
+            adapter = FineTune() if self.forms else self.config.make_adapter()
+            attach_(self.net, adapter, head=self.head, example=self.example)
         if self.targets and self.config.budget != "latency":  # which would have to be measured
             # fail now, not after hours of training, if the last density cannot be reached
             self.select_plan(score(self.net, criterion="weight"), self.targets[-1])
@@ -127,6 +149,9 @@ class Engine:
         self.best, self.started = checkpoint.best, time.monotonic() - checkpoint.seconds
         self._load_teacher()
         checkpoint.task.apply_(self.net, example=self.example)
+        restore_unrounded_(self.net, checkpoint.part("unrounded"))
+        if self.position.form:
+            self._set_wide(Task.load(self.folder.path / WIDE))
         if checkpoint.plan is not None:
             self.plan = Plan(structure_of(self.net, None), **checkpoint.plan)
         self.begin_block()
@@ -144,7 +169,8 @@ class Engine:
     def begin_block(self, optimizer: Optimizer | None = None) -> None:
         """Set up what a block trains with: the memory layout, the optimizer, the moving average."""
         learning.set_memory_format_(self.net, self.machine.channels_last)
-        self.optimizer = optimizer or learning.make_optimizer(self.config, self.net)
+        is_narrow = self.position.form > 0 and self.position.phase != "refit"
+        self.optimizer = optimizer or learning.make_optimizer(self.config, self.net, is_narrow=is_narrow)
         if self.config.ema_decay is not None:
             self.average = learning.Average(self.net, self.config.ema_decay)
 
@@ -153,9 +179,12 @@ class Engine:
     def train(self) -> None:
         """Train the epochs of the block that are still to do."""
         self.net.train()
-        while self.position.epoch < self.config.epochs_of(self.position.block):
+        while self.position.epoch < self._epochs:
+            at = self.position
+            # every narrow form sees what the wide network would see next
+            number = at.epochs + at.epoch if at.form else at.epochs
             try:
-                for images, labels in self.loader.epoch(self.position.epochs, self.position.batch):
+                for images, labels in self.loader.epoch(number, at.batch):
                     self.train_step(images, labels)
             except DataError:
                 if self.signals.received is not None:
@@ -167,7 +196,11 @@ class Engine:
     def train_step(self, images: Tensor, labels: Tensor) -> None:
         """One batch: forward, loss, backward, the sum over processes, an update."""
         # dropout draws from here: a function of the step, so that a run which goes on draws the same
-        torch.manual_seed(seed_of(self.config.seed, "step", self.position.step, self.machine.rank))
+        at = self.position
+        place: tuple[int | str, ...] = ("step", at.step)
+        if at.form:
+            place = ("refit", at.block, at.form, at.epoch, at.batch)
+        torch.manual_seed(seed_of(self.config.seed, *place, self.machine.rank))
         images, labels = self.to_device(images), labels.to(self.machine.device)
         learning.set_lr_(self.optimizer, self._lr(self.position.batch))
         with self.machine.autocast(), self.machine.synced_norms():
@@ -184,7 +217,8 @@ class Engine:
         if self.average is not None:
             self.average.update_(self.net)
         self.loss_sum += value
-        self.position = self.position.replace(batch=self.position.batch + 1, step=self.position.step + 1)
+        steps = {"refit_steps": at.refit_steps + 1} if at.form else {"step": at.step + 1}
+        self.position = at.replace(batch=at.batch + 1, **steps)
         self.progress.step(self._where(), value)
         if stop:
             self._stop()
@@ -194,17 +228,21 @@ class Engine:
     def loss(self, logits: Tensor, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of a batch, summed over its samples."""
         taught = None
-        if self.teacher is not None:
+        teacher = self.wide_net if self.position.form else self.teacher
+        if teacher is not None:
             with torch.no_grad(), self.machine.autocast():
-                taught = logits_of(self.teacher(images))
+                taught = logits_of(teacher(images))
         return learning.training_loss(self.config, logits, labels, taught)
 
     def _lr(self, batch: int) -> float:
         per_epoch = len(self.loader)
         done = self.position.epoch * per_epoch + batch
-        steps = self.config.epochs_of(self.position.block) * per_epoch
+        steps = self._epochs * per_epoch
         warmup = self.config.warmup_epochs * per_epoch
-        return self.config.initial_lr * learning.lr_factor(self.config.lr_schedule, done, steps, warmup)
+        lr = self.config.initial_lr
+        if self.position.form:
+            lr, warmup = self.config.refit_lr, 0.1 * steps  # a new optimizer begins near a good place
+        return lr * learning.lr_factor(self.config.lr_schedule, done, steps, warmup)
 
     def _end_epoch(self) -> None:
         at = self.position
@@ -212,17 +250,20 @@ class Engine:
             "loss": self.loss_sum / len(self.loader),
             "lr": self._lr(at.batch - 1),
         }
-        self.position = at.replace(epoch=at.epoch + 1, epochs=at.epochs + 1, batch=0)
+        where = self._where()
+        self.position = at.replace(epoch=at.epoch + 1, epochs=at.epochs + (not at.form), batch=0)
         self.loss_sum = 0.0
         every = self.config.validate_every or int(self.config.keep_best)
         values["validation"] = None
         if every and self.position.epoch % every == 0:
             values["validation"] = self._validate()
         self.folder.log({"kind": "epoch", **asdict(self.position), **values})
-        self.machine.log({f"train/{name}": value for name, value in values.items()}, self.position.step)
+        group = f"{self._form.label}/" if self._form else ""
+        tracked = {f"{group}train/{name}": value for name, value in values.items()}
+        self.machine.log(tracked, self.position.step + self.position.refit_steps)
         accuracy = values["validation"]
         seen = "" if accuracy is None else f", validation {accuracy:.1%}"
-        self.progress.line(f"block {at.block}, epoch {at.epoch + 1}: loss {values['loss']:.4f}{seen}")
+        self.progress.line(f"{where}: loss {values['loss']:.4f}{seen}")
 
     def _validate(self) -> float | None:
         """The accuracy of the network now, or of its average; the best values are kept where that is asked for."""
@@ -251,33 +292,94 @@ class Engine:
                 raise self._not_finite(f"{name} has become NaN or infinite")
         if self.position.block == 0 and self.config.teacher == "self":
             self._set_teacher(fuse(self.net))
+        self.best, self.best_values = None, {}
+        if self.forms and not self.position.form:
+            self._keep_wide()
+            return
+        self._add_row()
+        if self.forms:
+            self._restore_wide()
+        if self.position.form < len(self.forms):
+            self.position = self.position.replace(form=self.position.form + 1, phase="refit", epoch=0, batch=0)
+            self.save()
+            return
+        self.plan = None
+        if self.position.block == len(self.targets):
+            self.position = self.position.replace(phase="done")
+            (self.folder.path / WIDE).unlink(missing_ok=True)
+            return
+        block = self.position.block + 1
+        self.position = self.position.replace(block=block, form=0, phase="score", epoch=0, batch=0)
+        self.save()
+
+    def _add_row(self) -> None:
+        """Let what was learned become a task file and a row."""
         row = self.make_row()
         self.rows.append(row)
         self.folder.log({"kind": "block", **row})
         numbers = {f"block/{name}": value for name, value in row.items() if isinstance(value, float)}
-        self.machine.log(numbers, self.position.step)
+        self.machine.log(numbers, self.position.step + self.position.refit_steps)
         self.progress.line(learning.row_in_words(row))
-        self.best, self.best_values, self.plan = None, {}, None
-        if self.position.block == len(self.targets):
-            self.position = self.position.replace(phase="done")
-            return
-        self.position = self.position.replace(block=self.position.block + 1, phase="score", epoch=0, batch=0)
+
+    # narrow forms
+
+    def _keep_wide(self) -> None:
+        """Keep the wide network, to teach narrow forms and to go on from."""
+        wide = self._task({})
+        if self.machine.is_first:
+            self.folder.write(self.folder.path / WIDE, wide.to_bytes())
+        self._set_wide(wide)
+        self.position = self.position.replace(form=1, phase="refit", epoch=0, batch=0)
+        self.save()
+
+    def _set_wide(self, wide: Task) -> None:
+        self.wide, self.wide_net = wide, wide.build(self.base).requires_grad_(False)
+        learning.set_memory_format_(self.wide_net, self.machine.channels_last)
+
+    def _restore_wide(self) -> None:
+        """Let the network be the wide one again."""
+        assert self.wide is not None
+        structure = structure_of(self.net, None)
+        detach_(self.net)
+        apply_to_(self.wide, Base(self.net), structure)
+        self.average = None
+
+    def refit(self) -> None:
+        """Write what was learned in the next narrow form."""
+        form = self.forms[self.position.form - 1]
+        assert self.wide is not None
+        self._seed("refit")
+        samples = list(self._samples(self.config.recovery_samples, shared=False))
+        budget = form.budget(len(self.wide.to_bytes()))
+        if budget is not None:
+            try:
+                # learning on changes codes, and with them what deflating saves: some room for that
+                refit_(self.net, bytes=int(_ROOM * budget), batches=samples, storage=self.config.storage)
+            except BudgetError as error:  # a run goes on, with the smallest file that there is
+                self.progress.line(f"{form.name}: {error}; norms and head alone are learned")
+                refit_(self.net, ByLayer(), batches=samples, storage=self.config.storage)
+        elif form.adapter is not None:
+            refit_(self.net, form.adapter, batches=samples, storage=self.config.storage)
+        self.position = self.position.replace(phase="train")
+        self.begin_block()
         self.save()
 
     def make_row(self) -> dict[str, Any]:
-        """Write a task file of what was learned, and measure it."""
-        plain = fuse(self.net).eval()
+        """Write a task file of what was learned, and measure what it holds."""
+        storage = self.config.storage
+        plain = fuse(self.net).eval() if storage == "exact" else self._task({}).stored_as(storage).build(self.base)
         learning.set_memory_format_(plain, self.machine.channels_last)
         splits = {"validation": self.data.validation, "test": self.data.test}
         seen = {name: self.evaluate(plain, split) for name, split in splits.items() if split is not None}
         names = {"validation": "validation", "test": "accuracy"}  # as task files have them
         task = self._task({names[name]: found.accuracy for name, found in seen.items()})
         if self.machine.is_first:
-            Store(self.folder.tasks).add(task, overwrite=True)
+            Store(self.folder.tasks).add(task, overwrite=True, storage=storage)
         file = self.folder.tasks / f"{task.name}{SUFFIX}"
         at = self.position
         target = self.targets[at.block - 1] if at.block else learning.share_left(task, self.config.budget)
         row = learning.block_row(at, target, task, seen) | {
+            **({"code": self._form.name} if self._form else {}),
             "bytes": file.stat().st_size if self.machine.is_first else 0,
             "latency_ms": learning.latency_ms(plain, self.example[:1]),
             "seconds": self._seconds(),
@@ -317,6 +419,7 @@ class Engine:
         """What was learned so far, as a task."""
         config = self.config
         origin = {"data": self.data.name, "run": config.name, "method": config.method, "seed": config.seed}
+        origin |= {"code": self._form.name} if self._form else {}
         try:
             return Task.of(
                 self.net,
@@ -332,11 +435,14 @@ class Engine:
             raise self._not_finite(f"what was learned is not finite: {error}") from error
 
     def _task_name(self, block: int) -> str:
+        name = self.config.name
+        if self._form and len(self.forms) > 1:
+            name += f"-{self._form.label}"
         if block == 0:
-            return f"{self.config.name}-start" if self.config.start_task else f"{self.config.name}-100"
+            return f"{name}-start" if self.config.start_task else f"{name}-100"
         target = self.targets[block - 1]
         left = f"{target:.0f}B" if self.config.budget == "bytes" else f"{100 * target:g}"
-        return f"{self.config.name}-{left}"
+        return f"{name}-{left}"
 
     # score and prune
 
@@ -391,9 +497,7 @@ class Engine:
         path: str | Path = self.config.teacher
         if path == "self":
             path = self.folder.tasks / f"{self._task_name(0)}{SUFFIX}"
-        Task.load(path).apply_(self.net)
-        self._set_teacher(fuse(self.net))
-        detach_(self.net)
+        self._set_teacher(Task.load(path).build(self.base))
 
     def _set_teacher(self, teacher: nn.Module) -> None:
         self.teacher = teacher.eval().requires_grad_(False)
@@ -413,6 +517,7 @@ class Engine:
                 "optimizer": learning.optimizer_state(self.optimizer, self.net),
                 "average": {} if self.average is None else self.average.values,
                 "best": self.best_values,
+                "unrounded": unrounded(self.net),
             }
             scaler = self.machine.scaler
             checkpoint = Checkpoint(
@@ -476,13 +581,24 @@ class Engine:
             world_size=self.machine.world_size,
         )
 
+    @property
+    def _form(self) -> Form | None:
+        """The narrow form that is learned now."""
+        return self.forms[self.position.form - 1] if self.position.form else None
+
+    @property
+    def _epochs(self) -> int:
+        return self.config.epochs_of(self.position.block, self.position.form)
+
     def _where(self) -> str:
         at = self.position
-        epochs = self.config.epochs_of(at.block)
-        return f"block {at.block}/{len(self.targets)}, epoch {at.epoch + 1}/{epochs}"
+        form = f", {self.forms[at.form - 1].name}" if at.form else ""
+        epochs = self.config.epochs_of(at.block, at.form)
+        return f"block {at.block}/{len(self.targets)}{form}, epoch {at.epoch + 1}/{epochs}"
 
     def _block_file(self, ending: str) -> Path:
-        return self.folder.path / "blocks" / f"{self.position.block:02}{ending}"
+        form = f"-{self._form.label}" if self._form and len(self.forms) > 1 else ""
+        return self.folder.path / "blocks" / f"{self.position.block:02}{form}{ending}"
 
     def _seconds(self) -> float:
         return round(time.monotonic() - self.started, 3)

@@ -27,6 +27,7 @@ from spalier.errors import ConfigError, RunError
 from spalier.networks import logits_of
 from spalier.pruning.plan import Plan
 from spalier.runs.checkpoint import Position
+from spalier.runs.narrow import speed_of
 from spalier.runs.processes import sum_over_ranks
 from spalier.runs.settings import Settings
 from spalier.tasks import Task
@@ -99,18 +100,18 @@ def learned_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in net.named_parameters() if p.requires_grad}
 
 
-def make_optimizer(config: Settings, net: nn.Module) -> Optimizer:
-    """SGD or AdamW in two groups: what decays, and norms and biases where these do not."""
-    parameters = learned_parameters(net)
+def make_optimizer(config: Settings, net: nn.Module, *, is_narrow: bool = False) -> Optimizer:
+    """SGD or AdamW in groups: what decays, and norms and biases where these do not; of narrow forms, by their speed."""
     spared = set() if config.weight_decay_norms else _norms_and_biases(net)
-    groups: list[dict[str, Any]] = [
-        {
-            "params": [p for n, p in parameters.items() if n not in spared],
-            "weight_decay": config.weight_decay,
-        },
-        {"params": [p for n, p in parameters.items() if n in spared], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    found: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in learned_parameters(net).items():
+        decay = 0.0 if name in spared else config.weight_decay
+        speed = speed_of(name) if is_narrow else 1.0
+        found.setdefault((decay, speed), []).append(parameter)
+    ordered = sorted(found.items(), key=lambda item: (-item[0][0], item[0][1]))
+    groups = [{"params": p, "weight_decay": decay, "speed": speed} for (decay, speed), p in ordered]
+    if is_narrow:
+        return AdamW(groups, lr=config.refit_lr)
     if config.optimizer == "sgd":
         return SGD(groups, lr=config.initial_lr, momentum=config.momentum)
     return AdamW(groups, lr=config.initial_lr)
@@ -127,9 +128,9 @@ def _norms_and_biases(net: nn.Module) -> set[str]:
 
 
 def set_lr_(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate of all groups."""
+    """Set the learning rate of all groups, each by its speed."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("speed", 1.0)
 
 
 def optimizer_state(optimizer: Optimizer, net: nn.Module) -> Tensors:
@@ -365,10 +366,11 @@ def share_left(task: Task, budget: str) -> float:
 def check_start_task(config: Settings, task: Task) -> None:
     """Refuse to begin with a task that the settings do not describe."""
     found = task.info.adapter
-    if found["kind"] != ADAPTERS[config.method].__name__:
-        learned_with = next(name for name, kind in ADAPTERS.items() if kind.__name__ == found["kind"])
+    is_direct = config.learn == "direct"  # else whatever it was learned with, all of it goes on
+    if is_direct and found["kind"] != ADAPTERS[config.method].__name__:
+        learned_with = next((name for name, kind in ADAPTERS.items() if kind.__name__ == found["kind"]), found["kind"])
         raise ConfigError(f"method is {config.method!r}, and start_task was learned with {learned_with!r}; set that")
-    if found.get("rank", config.rank) != config.rank:
+    if is_direct and found.get("rank", config.rank) != config.rank:
         raise ConfigError(f"rank is {config.rank}, and start_task has rank {found['rank']}; set that")
     left = share_left(task, config.budget)
     above = [target for target in config.targets() if config.budget != "bytes" and target >= left]

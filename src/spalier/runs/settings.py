@@ -27,6 +27,7 @@ from spalier.adapters.kinds import ADAPTERS
 from spalier.criteria.criterion import Criterion, Random
 from spalier.criteria.score import CRITERIA
 from spalier.errors import ConfigError, TaskFileError
+from spalier.runs.narrow import Form, check_wide, default_codes, form_of
 from spalier.scheduling import agp
 from spalier.tasks import check_name
 from spalier.text import import_optional
@@ -38,7 +39,11 @@ _RECIPES: dict[str, tuple[Any, Any]] = {
     "epochs_per_prune": (20, 4),
     "batch_size": (256, 64),
     "optimizer": ("sgd", "adamw"),
+    "learn": ("direct", "direct"),
     "lr": (0.01, 0.01),
+    "refit_lr": (2e-4, 2e-4),
+    "refit_epochs": (2, 2),
+    "storage": ("exact", "exact"),
     "scale_lr": (True, False),
     "weight_decay": (5e-4, 1e-4),
     "weight_decay_norms": (True, False),
@@ -54,6 +59,8 @@ RECIPES = {
     for column, recipe in enumerate(("paper", "fast"))
 }
 """``paper`` is section 4 of *Structured Pruning Adapters*, as its text has it. ``fast`` is for small data."""
+RATES = {"splora": 0.01, "spdelta": 1e-3, "sppara": 3e-3, "lora": 0.01, "fine-pruning": 1e-3}
+"""The learning rate of each method, by AdamW. Whole weights move further at the same rate than two thin factors do."""
 RESUMABLE = frozenset({"num_workers", "cache_folder", "data_folder", "channels_last", "checkpoint_seconds", "trackers"})
 """Settings that a run may be resumed with other values of: they change nothing, or only rounding (channels_last)."""
 SELECT_OPTIONS = ("normalise", "aggregate", "min_keep", "round_to", "protect", "rank")
@@ -89,9 +96,11 @@ class Settings:
         start_task: a task file to prune further, instead of training a first block.
 
     Args: Adapter
-        method: splora, sppara, lora, or fine-pruning, the baseline that learns all weights.
+        method: splora, spdelta, sppara, lora, or fine-pruning, the baseline that learns all weights.
         rank: the adapters' rank; a float is a share of each layer's largest rank.
-        adapter_options: more arguments of the adapter: kernel, cap, init_range.
+        adapter_options: more arguments of the adapter: bits, kernel, cap, init_range.
+        learn: wide learns all kept weights and writes them narrow at each density; direct learns the narrow form.
+        codes: the narrow forms to write: splora-r8, spdelta-1bit, bytes-1/20...; by default the method's.
 
     Args: Pruning
         criterion: what units are scored by: taylor, weight, gradient, lrp, random...
@@ -114,9 +123,11 @@ class Settings:
         epochs: epochs of the first block, before the first prune.
         epochs_per_prune: epochs after each prune.
         final_epochs: epochs after the last prune; by default as after each.
+        refit_epochs: epochs that each narrow form learns on, with the wide network as teacher.
         batch_size: samples in a batch, of all processes together.
         optimizer: sgd or adamw.
         lr: the learning rate at the start of each block.
+        refit_lr: the learning rate of narrow forms; their factors and scales learn five times as fast.
         scale_lr: take lr as that of a batch of 256, and scale it with the batch size.
         lr_schedule: step (a fifth after each quarter of a block), cosine or constant.
         warmup_epochs: epochs at the start of each block over which the learning rate rises.
@@ -139,6 +150,7 @@ class Settings:
 
     Args: Output
         name: what task files are called, before the density; by default the data's name.
+        storage: how task files are stored: exact, fp32, fp16, bf16 or int8.
         checkpoint_seconds: how much work may be lost at most when a run is killed.
         trackers: names that Accelerate knows; auto is TensorBoard where it is installed.
 
@@ -165,9 +177,11 @@ class Settings:
     head: str | None = None
     start_task: str | None = None
 
-    method: Literal["splora", "sppara", "lora", "fine-pruning"] = "splora"
+    method: Literal["splora", "spdelta", "sppara", "lora", "fine-pruning"] = "splora"
     rank: int | float = 8
     adapter_options: dict[str, Any] = field(default_factory=dict)
+    learn: Literal["direct", "wide"] = BY_RECIPE
+    codes: tuple[str, ...] | None = None
 
     criterion: str = "taylor"
     criterion_options: dict[str, Any] = field(default_factory=dict)
@@ -188,9 +202,11 @@ class Settings:
     epochs: int = BY_RECIPE
     epochs_per_prune: int = BY_RECIPE
     final_epochs: int = BY_RECIPE
+    refit_epochs: int = BY_RECIPE
     batch_size: int = BY_RECIPE
     optimizer: Literal["sgd", "adamw"] = BY_RECIPE
     lr: float = BY_RECIPE
+    refit_lr: float = BY_RECIPE
     scale_lr: bool = BY_RECIPE
     lr_schedule: Literal["step", "cosine", "constant"] = BY_RECIPE
     warmup_epochs: float = 0.0
@@ -212,6 +228,7 @@ class Settings:
     seed: int = 0
 
     name: str = BY_RECIPE
+    storage: Literal["exact", "fp32", "fp16", "bf16", "int8"] = BY_RECIPE
     checkpoint_seconds: float = 60.0
     trackers: tuple[str, ...] = ("auto",)
 
@@ -276,8 +293,10 @@ class Settings:
             found = [max(end, 1 - i * self.prune_step) for i in range(1, steps + 1)]
         return tuple(round(density, 6) for density in found if density < 1)
 
-    def epochs_of(self, block: int) -> int:
-        """How many epochs a block has. Block 0 comes before the first prune."""
+    def epochs_of(self, block: int, form: int = 0) -> int:
+        """How many epochs a block has, or one of its narrow forms. Block 0 comes before the first prune."""
+        if form:
+            return self.refit_epochs if self.forms[form - 1].name != "wide" else 0
         if block == 0 and self.start_task is not None:
             return 0
         if block == len(self.targets()) > 0:
@@ -304,6 +323,11 @@ class Settings:
         except TypeError as error:
             raise ConfigError(f"criterion_options do not fit {self.criterion}: {error}") from error
         return made
+
+    @property
+    def forms(self) -> list[Form]:
+        """The narrow forms that are written at each density; none where the narrow form is learned directly."""
+        return [form_of(name) for name in self.codes or ()] if self.learn == "wide" else []
 
     @property
     def initial_lr(self) -> float:
@@ -364,8 +388,12 @@ def _filled(given: Mapping[str, Any]) -> dict[str, Any]:
         found |= {"schedule": "iterative", "final_density": 0.1}
     if recipe == "paper" and given["data"] == "torchvision:Flowers102":
         found |= {"epochs": 100, "epochs_per_prune": 50}  # a smaller set, of larger images
-    if recipe == "fast" and given["method"] == "fine-pruning":
-        found["lr"] = 1e-3  # whole weights move further at the same rate than two thin factors do
+    learn = given["learn"] or found["learn"]
+    if recipe == "fast":
+        found["lr"] = RATES["fine-pruning" if learn == "wide" else given["method"]]
+    if learn == "wide":
+        found["storage"] = "fp16"  # few bits for a weight, and many for a norm, would be badly shared out
+        found["codes"] = default_codes(given) if given["codes"] is None else given["codes"]
     per_prune = given["epochs_per_prune"]
     found["final_epochs"] = found["epochs_per_prune"] if per_prune is None else per_prune
     found["name"] = _name_of(given["data"])
@@ -389,13 +417,13 @@ def _name_of(data: str) -> str:
 
 _RANGES: list[tuple[str, Callable[[float], bool], tuple[str, ...]]] = [
     ("at least 1", lambda x: x >= 1, ("prune_steps", "score_samples", "recovery_samples", "batch_size")),
-    ("at least 0", lambda x: x >= 0, ("epochs", "epochs_per_prune", "final_epochs", "num_workers")),
+    ("at least 0", lambda x: x >= 0, ("epochs", "epochs_per_prune", "final_epochs", "refit_epochs", "num_workers")),
     (
         "at least 0",
         lambda x: x >= 0,
         ("validate_every", "weight_decay", "warmup_epochs", "checkpoint_seconds"),
     ),
-    ("more than 0", lambda x: x > 0, ("lr", "grad_clip", "temperature", "image_size", "max_train_samples")),
+    ("more than 0", lambda x: x > 0, ("lr", "refit_lr", "grad_clip", "temperature", "image_size", "max_train_samples")),
     ("a number in [0, 1)", lambda x: 0 <= x < 1, ("validation_split", "momentum", "label_smoothing")),
     ("a number in (0, 1]", lambda x: 0 < x <= 1, ("prune_step", "final_density", "distill_weight")),
     ("a number in (0, 1)", lambda x: 0 < x < 1, ("ema_decay",)),
@@ -421,6 +449,7 @@ def _check(config: Settings) -> None:
     for name in sorted({"name", "classes", "weights", "seed"} & set(config.network_options)):
         raise ConfigError(f"network_options has {name!r}, which is a setting of the run; set it there")
     _check_densities(config)
+    check_wide(config)
     knows_nothing = config.teacher == "self" and config.start_task is None
     if not config.labels and (config.teacher is None or knows_nothing):
         raise ConfigError('labels is false; expected a teacher: a task file, or "self" together with start_task')

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_flatten
 
-from spalier.adapters.attach import Names, select_named
 from spalier.adapters.attachment import attachment_of, is_marked
 from spalier.adapters.geometry import Added, first_names, tensors_of
+from spalier.adapters.targets import Names, select_named
 from spalier.errors import ConfigError, TraceError
 from spalier.files import write
 from spalier.structure import movement  # noqa: F401  (importing it registers its rules; streams imports arithmetic)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,42 +11,66 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spalier.adapters.attach import attach_, detach_
+from spalier.adapters.attach import attach_with_, detach_
 from spalier.adapters.attachment import Changes, Owner, attachment_of, owners_of, update_of
+from spalier.adapters.codes import LEVELS
 from spalier.adapters.geometry import is_norm
-from spalier.adapters.kinds import ADAPTERS, FineTune
+from spalier.adapters.kinds import (
+    ADAPTERS,
+    ByLayer,
+    Coded,
+    FineTune,
+    LoRA,
+    LowRank,
+    SPDelta,
+    SPLoRA,
+    SPPaRA,
+    Stored,
+    Update,
+)
 from spalier.errors import SpalierError, TaskFileError
 from spalier.pruning.modules import set_spread_
 from spalier.pruning.plan import PRUNED_MARK
 from spalier.pruning.prune import Cutter
+from spalier.tasks import rows
 from spalier.tasks.base import Base
 from spalier.tasks.build import check_base, resized_attributes
-from spalier.tasks.task import Task, matrices, own_tensors
+from spalier.tasks.format import quoted
+from spalier.tasks.numbers import as_numbers
+from spalier.tasks.task import Task, own_tensors
 
 if TYPE_CHECKING:
     from spalier.structure.structure import Structure
 
 
-@torch.inference_mode(False)  # what learns has to be an ordinary tensor
 def apply_(task: Task, net: nn.Module, example: Any) -> None:
     """Attach, cut, and put in what was learned; on any error the base is as it was."""
     base = Base(net)
     check_base(task, base)
+    apply_to_(task, base, None if example is None else _traced(task, base, example))
+
+
+@torch.inference_mode(False)  # what learns has to be an ordinary tensor
+def apply_to_(task: Task, base: Base, structure: Structure | None) -> None:
+    """The same where the base is known to be the task's, and its structure may be known too."""
+    net = base.net
     adapter = _adapter(task)  # whatever may fail comes before the base is changed
-    structure = None if example is None else _traced(task, base, example)
+    _check_described(task, adapter, base)
     heads = list(task.table.heads)
     learned = _owners(base, {n for row in task.table.rows if row.source == "values" for n in row.names})
     learned -= set(heads)
     chosen = _owners(base, {name for row, cut in task.cut_rows if cut.matrices for name in row.names})
+    also = {n for row in task.table.rows if row.source == "values" and row.path not in heads for n in row.names}
     if isinstance(adapter, FineTune):  # norms are among what was chosen, by whichever option
-        chosen, learned = learned, set()
+        chosen, learned, also = learned, set(), set()
     try:
-        attach_(
+        attach_with_(
             net,
             adapter,
             targets=lambda name, module: name in chosen,
             head=heads or None,
             norms=any(is_norm(base.modules[path]) for path in learned if path in base.modules),
+            also={name for name in also if base.flags.get(name) is not None},
         )
     except SpalierError as error:
         raise TaskFileError("base", f"the task's adapters do not fit the base: {error}") from error
@@ -71,6 +96,9 @@ def _owners(base: Base, names: set[str]) -> set[str]:
 
 
 def _adapter(task: Task) -> Any:
+    if task.info.adapter == {"kind": ByLayer.__name__}:
+        made = {row.names[0]: _of_source(row.source) for row in task.table.rows}
+        return ByLayer({name: adapter for name, adapter in made.items() if adapter is not None})
     settings, kinds = dict(task.info.adapter), {kind.__name__: kind for kind in ADAPTERS.values()}
     kind = kinds.get(settings.pop("kind"))
     known = set() if kind is None else {f.name for f in dataclasses.fields(kind)}
@@ -80,6 +108,39 @@ def _adapter(task: Task) -> Any:
         return kind(**settings)
     except (SpalierError, TypeError, ValueError) as error:
         raise TaskFileError("metadata", f"the adapter cannot be made again: {error}") from error
+
+
+def _check_described(task: Task, adapter: Any, base: Base) -> None:
+    """Whether the adapter that the file describes builds what its table has."""
+    for row, cut in task.cut_rows if not isinstance(adapter, ByLayer) else ():
+        found = _of_source(row.source)
+        if found is None:
+            continue
+        is_same, geometry = type(found) is type(adapter), base.geometry(row.names[0])
+        if is_same and isinstance(found, SPLoRA):
+            is_same = found.kernel == adapter.kernel or math.prod(geometry.kernel) == 1
+        elif is_same and isinstance(found, SPDelta):
+            # where one row is left, it has one scale either way
+            is_same = found.by_row(geometry) == adapter.by_row(geometry) or cut.shape[0] == 1
+            is_same = is_same and found.bits == adapter.bits
+        if not is_same:
+            raise TaskFileError("metadata", f"the adapter is said to be {adapter}, and {quoted(row.path)} has {found}")
+
+
+_BITS = {levels: bits for bits, levels in LEVELS.items()}
+
+
+def _of_source(source: rows.Source) -> Any:
+    """The adapter that builds an update like this."""
+    match source:
+        case rows.LowRank():
+            kind = LoRA if source.whole else SPLoRA
+            return kind(rank=source.rank, kernel="full" if source.taps > 1 else "center")
+        case rows.Delta():
+            return SPDelta(bits=_BITS[source.levels], scales="row" if source.by_row else "layer")
+        case rows.Pointwise():
+            return SPPaRA()
+    return None
 
 
 def _traced(task: Task, base: Base, example: Any) -> Structure:
@@ -104,7 +165,7 @@ def _fill_(task: Task, net: nn.Module, base: Base, changes: Changes) -> None:
     """Cut every tensor and its update, and give those that learn the task's numbers."""
     owners = owners_of(net, base.ties)
     cutter = Cutter(attachment_of(net), changes)
-    factors = matrices(task.adapter_values(), task.adapter_shapes)
+    stored = task.stored()
     values = own_tensors(task, "values", task.values)
     integers = own_tensors(task, "integers", torch.tensor(task.integers, dtype=torch.int64, device="cpu"))
     for row, cut in task.cut_rows:
@@ -117,14 +178,43 @@ def _fill_(task: Task, net: nn.Module, base: Base, changes: Changes) -> None:
                 cutter.cut_(places, cut.indices)
             update = update_of(places)
             if update is not None:
-                for parameter in update.parameters():
-                    _put_factor_(changes, parameter, next(factors))
+                matrices = [next(stored) for _ in cut.matrices]
+                if task.info.storage == "int8":  # that was for the file; factors go on as numbers
+                    matrices = [as_numbers(matrix) for matrix in matrices]
+                fill_(changes, update, matrices)
 
 
-def _put_factor_(changes: Changes, parameter: nn.Parameter, factor: Tensor) -> None:
+def fill_(changes: Changes, update: Update, stored: Sequence[Stored]) -> None:
+    """Let an update hold what a task file has for it."""
+    if isinstance(update, Coded):
+        values, scale = _scaled(stored[0], update.delta)
+        assert scale is not None
+        changes.set_values_(update.delta, values.reshape(update.delta.shape))
+        changes.set_values_(update.gain, torch.ones_like(scale))
+        changes.set_(update, "_buffers", "scale", scale)
+        return
+    names = ("down_scale", "up_scale") if isinstance(update, LowRank) else ("",)
+    for parameter, matrix, key in zip(update.parameters(), stored, names, strict=True):
+        values, scale = _scaled(matrix, parameter)
+        if scale is not None and key:  # other updates have no codes, so theirs go on as numbers
+            changes.set_(update, "_buffers", key, scale)
+            changes.set_(update, "", "levels", matrix.levels)
+        changes.set_values_(parameter, values.reshape(_shape(parameter, values)))
+
+
+def _scaled(matrix: Stored, like: nn.Parameter) -> tuple[Tensor, Tensor | None]:
+    """The numbers that codes stand for, and their scales, which are not negative."""
+    values = matrix.values.to(like.device, like.dtype, copy=True)
+    if matrix.scale is None:
+        return values, None
+    scale = matrix.scale.to(like)
+    return values * scale[:, None], scale.abs()
+
+
+def _shape(parameter: nn.Parameter, values: Tensor) -> tuple[int, ...]:
+    """Of a factor that may have another rank, or fewer channels, than the parameter has now."""
     taps = max(1, parameter[0, 0].numel())
-    shape = (len(factor), factor.shape[1] // taps, *parameter.shape[2:])
-    changes.set_values_(parameter, factor.to(parameter.device, parameter.dtype, copy=True).reshape(shape))
+    return len(values), values.shape[1] // taps, *parameter.shape[2:]
 
 
 def _put_(changes: Changes, places: Sequence[Owner], value: Tensor) -> None:
@@ -140,13 +230,13 @@ def _put_(changes: Changes, places: Sequence[Owner], value: Tensor) -> None:
 
 def _resize_(task: Task, net: nn.Module, changes: Changes, structure: Structure | None) -> None:
     """Let attributes and gathers follow, and note which units are left."""
-    modules, table = dict(net.named_modules()), task.table
+    modules, layers = dict(net.named_modules()), task.table
     before: dict[str, dict[str, Any]] = {}
     for path, values in resized_attributes(task, modules).items():
         for key, value in values.items():
             old = modules[path].__dict__.get(key)
             if old != value:
-                if isinstance(value, int | tuple) and old is not None and path not in table.heads:
+                if isinstance(value, int | tuple) and old is not None and path not in layers.heads:
                     before.setdefault(path, {})[key] = old
                 changes.set_(modules[path], "", key, value)
     for writer, own in task.spreads:
@@ -156,8 +246,8 @@ def _resize_(task: Task, net: nn.Module, changes: Changes, structure: Structure 
     units = [np.flatnonzero(mask).tolist() for mask in task.masks]
     kept = {
         "fingerprint": "" if structure is None else structure.fingerprint,
-        "streams": {name: kept for (name, _), kept in zip(table.streams, units, strict=False)},
-        "writers": {w.name: kept for w, kept in zip(table.writers, units[len(table.streams) :], strict=True)},
+        "streams": {name: kept for (name, _), kept in zip(layers.streams, units, strict=False)},
+        "writers": {w.name: kept for w, kept in zip(layers.writers, units[len(layers.streams) :], strict=True)},
         "attributes": before,
     }
     changes.set_(net, "", PRUNED_MARK, kept)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from spalier.adapters.codes import packed_size, per_byte, top, unpack
 from spalier.adapters.geometry import Geometry
 from spalier.adapters.kinds import add_, low_rank, pointwise
 from spalier.errors import TaskFileError
@@ -28,8 +29,9 @@ from spalier.pruning.modules import (
 )
 from spalier.tasks.base import NUMPY_DTYPES, Base, Weight
 from spalier.tasks.format import largest, quoted
-from spalier.tasks.table import Cut, Ints, LowRank, Pointwise, Table
-from spalier.tasks.task import Task, matrices, own_tensors
+from spalier.tasks.rows import Adapted, Cut, Delta, Ints, LowRank, Pointwise
+from spalier.tasks.table import Table
+from spalier.tasks.task import Task, own_tensors
 
 
 @torch.no_grad()
@@ -89,7 +91,7 @@ def _check_table(table: Table, base: Base) -> None:
             if not isinstance(row.source, str):
                 source, geometry = row.source, base.geometry(name)
                 is_same = (source.groups, source.inputs_first) == (geometry.groups, geometry.inputs_first)
-                if not is_same or source.taps not in (1, math.prod(geometry.kernel)):
+                if not is_same or source.taps not in (0, 1, math.prod(geometry.kernel)):
                     raise _misfit(f"the adapter of {quoted(name)} is for another kind of layer", code="sizes")
     folds = [path for pair in table.folds for path in pair]
     for path in (*(w.module for w in table.writers), *table.attributes, *table.heads, *folds):
@@ -110,10 +112,11 @@ class _Builder:
     def __init__(self, task: Task, base: Base, pool: Pool, *, share: bool) -> None:
         self.task, self.base, self._share = task, base, share
         self.device = next((t.device for t in base.tensors.values()), torch.device("cpu"))
-        adapters = task.adapter_values()
-        adapters = adapters if adapters.dtype in NUMPY_DTYPES else adapters.float()
-        self._peak = largest(adapters)
-        self._adapters, self._array, self._start = adapters.to(self.device), adapters.numpy(), 0
+        adapters, scales = (t if t.dtype in NUMPY_DTYPES else t.float() for t in (task.adapters, task.scales))
+        highest = max((top(shape.levels) for shape in task.adapter_shapes if shape.levels), default=0)
+        self._peak = max(largest(adapters), highest * largest(scales))
+        self._array, self._codes, self._scales = adapters.numpy(), task.codes.numpy(), scales.numpy()
+        self._places = iter(task.places)
         self._arena = _Arena(task, base, pool, share=share)
         self._values = own_tensors(task, "values", task.values.to(self.device, copy=True))
         integers = torch.tensor(task.integers, dtype=torch.int64, device=self.device)
@@ -171,21 +174,37 @@ class _Builder:
             self._indices[id(index)] = torch.from_numpy(index).to(self.device)
         return self._indices[id(index)]
 
-    def _adapted(self, name: str, source: LowRank | Pointwise, cut: Cut) -> Tensor:
+    def _adapted(self, name: str, source: Adapted, cut: Cut) -> Tensor:
         """A cut weight with its adapter added."""
-        weight, begin = self.base.weight(name), self._start
-        self._start += sum([rows * length for rows, length in cut.matrices])
-        if weight.array is not None and _is_quick(source):
-            fused = self._fused_in_numpy(weight, cut, self._array[begin : self._start])
+        weight, parts = self.base.weight(name), self._parts(cut)
+        if weight.array is not None and _is_quick(source, weight):
+            fused = self._fused_in_numpy(weight, cut, parts)
         else:
-            fused = self._fused(name, source, weight.geometry, cut, self._adapters[begin : self._start])
+            fused = self._fused(name, source, weight.geometry, cut, parts)
         # the largest number that can come out tells nearly always that none overflows, without looking at them
-        bound = self._peak if isinstance(source, Pointwise) else source.rank * self._peak * self._peak
+        bound = source.rank * self._peak * self._peak if isinstance(source, LowRank) else self._peak
         if not weight.largest + bound < weight.limit:
             _check_finite(name, fused)
         return fused
 
-    def _fused_in_numpy(self, weight: Weight, cut: Cut, factors: Any) -> Tensor:
+    def _parts(self, cut: Cut) -> list[Any]:
+        """The matrices of an adapter, as arrays."""
+        parts = []
+        for rows, length, levels, scales in cut.matrices:
+            number, code, scale = next(self._places)
+            count = rows * length
+            if not levels:
+                parts.append(self._array[number : number + count].reshape(rows, length))
+                continue
+            size, dtype = packed_size(count, levels), self._scales.dtype
+            # there may be many codes for all of a weight, and memory that was used before is quicker
+            memory = self._arena.unpacked(size * per_byte(levels), dtype) if len(cut.matrices) == 1 else None
+            found = unpack(self._codes[code : code + size], count, levels, dtype, memory).reshape(rows, length)
+            found *= self._scales[scale : scale + scales, None]
+            parts.append(found)
+        return parts
+
+    def _fused_in_numpy(self, weight: Weight, cut: Cut, parts: list[Any]) -> Tensor:
         """What most layers are, in numpy, whose calls cost a third of PyTorch's."""
         (outputs, inputs), array, axis = cut.indices[:2], weight.array, weight.input_axis
         shape = cut.shape if axis == 1 else (cut.shape[0], *cut.shape[2:], cut.shape[1])
@@ -200,29 +219,34 @@ class _Builder:
             array.take(inputs, axis, small, "clip")
         elif not weight.is_pointwise:
             np.copyto(small, array)
-        (rank, length), (_, height) = cut.matrices
-        factors = factors.astype(small.dtype, copy=False)
-        down, up = (
-            factors[: rank * length].reshape(rank, length),
-            factors[rank * length :].reshape(rank, height),
-        )
-        delta = self._arena.scratch(array.dtype, (height, length))
-        np.matmul(up.T, down, out=delta)  # (out, r) @ (r, in)
         source = array if cut.is_whole and weight.is_pointwise else small
-        np.add(source[weight.centre], delta, out=small[weight.centre])
+        if len(parts) == 2:
+            down, up = (part.astype(small.dtype, copy=False) for part in parts)
+            delta = self._arena.scratch(array.dtype, (up.shape[1], down.shape[1]))
+            np.matmul(up.T, down, out=delta)  # (out, r) @ (r, in)
+        else:
+            delta = parts[0].astype(small.dtype, copy=False)
+        if delta.size == small.size:  # every tap, in the order of the parameter
+            delta = delta.reshape(cut.shape)
+            delta = delta if axis == 1 else delta.transpose(0, 2, 3, 1)
+            np.add(source, delta, out=small)
+        else:
+            np.add(source[weight.centre], delta, out=small[weight.centre])
         made = torch.from_numpy(small)
         return made if axis == 1 else made.permute(0, 3, 1, 2)
 
-    def _fused(self, name: str, source: LowRank | Pointwise, geometry: Geometry, cut: Cut, factors: Tensor) -> Tensor:
+    def _fused(self, name: str, source: Adapted, geometry: Geometry, cut: Cut, parts: list[Any]) -> Tensor:
         """Any layer with any adapter, on any device."""
         weight = self._cut(self.base.tensors[name], cut)
         wide = weight if weight.dtype.itemsize >= 4 else weight.float()
-        parts = list(matrices(factors.to(wide.dtype), cut.matrices))
+        factors = [torch.from_numpy(part).to(self.device, wide.dtype) for part in parts]
+        if isinstance(source, Delta):
+            return (wide + factors[0].view(wide.shape)).to(weight.dtype)
         pairs = zip(geometry.shape[:2], cut.indices[:2], strict=True)
         left, outputs, inputs = geometry.cut(*(np.arange(n) if i is None else i for n, i in pairs))
         if isinstance(source, Pointwise):
-            return add_(wide, pointwise(parts[0], left), left).to(weight.dtype)
-        down, up = parts
+            return add_(wide, pointwise(factors[0], left), left).to(weight.dtype)
+        down, up = factors
         kernel = geometry.kernel if source.taps > 1 else ()
         down = down.view(source.rank, (geometry if source.whole else left).inputs, *kernel)
         if source.whole:
@@ -231,8 +255,10 @@ class _Builder:
         return add_(wide, low_rank(down, up, left), left).to(weight.dtype)
 
 
-def _is_quick(source: LowRank | Pointwise) -> bool:
-    return isinstance(source, LowRank) and not source.whole and source.taps == 1
+def _is_quick(source: Adapted, weight: Weight) -> bool:
+    if isinstance(source, Pointwise) or source.whole:
+        return False
+    return source.taps <= 1 or weight.input_axis == 1
 
 
 def _check_finite(name: str, tensor: Tensor) -> None:
@@ -300,17 +326,23 @@ class _Arena:
         self._share = share
         sizes: Counter[Any] = Counter()
         widest: dict[Any, int] = {}
+        unpacked = 0
         for row, cut in task.cut_rows:
-            if not isinstance(row.source, str) and _is_quick(row.source):
-                array = base.weight(row.names[0]).array
-                if array is not None:
+            if not isinstance(row.source, str):
+                weight = base.weight(row.names[0])
+                array = weight.array
+                if len(cut.matrices) == 1 and (levels := cut.matrices[0].levels):
+                    unpacked = max(unpacked, cut.matrices[0].bytes * per_byte(levels))
+                if array is not None and _is_quick(row.source, weight):
                     sizes[array.dtype] += _aligned(math.prod(cut.shape))
                     cut_twice = cut.indices[0] is not None and cut.indices[1] is not None
-                    width = cut.shape[0] * (math.prod(row.shape[1:]) if cut_twice else cut.shape[1])
+                    rest = row.shape[1:] if cut_twice else cut.shape[1:]
+                    width = cut.shape[0] * (math.prod(rest) if cut_twice or row.source.taps != 1 else cut.shape[1])
                     widest[array.dtype] = max(widest.get(array.dtype, 0), width)
         self._memory = {dtype: pool.take(size, dtype) for dtype, size in sizes.items()} if share else {}
         self._scratch = {dtype: pool.take(size, dtype) for dtype, size in widest.items()}
         self._used = dict.fromkeys(sizes, 0)
+        self._unpacked = pool.take(unpacked * 8, np.uint8)
 
     def piece(self, dtype: Any, shape: tuple[int, ...]) -> Any:
         """The next piece."""
@@ -319,6 +351,10 @@ class _Arena:
         start, size = self._used[dtype], math.prod(shape)
         self._used[dtype] += _aligned(size)
         return self._memory[dtype][start : start + size].reshape(shape)
+
+    def unpacked(self, count: int, dtype: Any) -> Any:
+        """Memory for so many codes, that is good until the next is asked for."""
+        return self._unpacked.view(dtype)[:count]
 
     def scratch(self, dtype: Any, shape: tuple[int, ...]) -> Any:
         """A piece that is good until the next is asked for."""

@@ -15,16 +15,18 @@ from torch import Tensor, nn
 from spalier.adapters.attach import check_finite
 from spalier.adapters.attachment import Attachment, Owner, attachment_of, moved, owners_of, update_of
 from spalier.adapters.geometry import first_names, is_finite, is_norm, tensors_of
-from spalier.adapters.kinds import LowRank, Pointwise, Update
+from spalier.adapters.kinds import ByLayer, Coded, LowRank, Pointwise, Stored, Update
 from spalier.budget import Meter
 from spalier.errors import AttachmentError, ConfigError, NonFiniteError, PlanError
 from spalier.pruning.modules import resized_by_tensors
 from spalier.pruning.plan import PRUNED_MARK, Kept, kept_of
 from spalier.pruning.prune import cut
 from spalier.structure.structure import Structure
-from spalier.tasks import table
+from spalier.tasks import rows as kinds
 from spalier.tasks.format import architecture_digest, values_digest
-from spalier.tasks.table import Placement, Row, Source, Table, Writer
+from spalier.tasks.numbers import assembled
+from spalier.tasks.rows import Ints, Placement, Row, Source
+from spalier.tasks.table import Table, Writer
 from spalier.tasks.task import Density, Fingerprint, Task, TaskInfo
 
 _MAX_NUMEL = 4096
@@ -44,15 +46,25 @@ def extract(net: nn.Module, structure: Structure | None, name: str, said: Mappin
         # a task that was applied and trained on: the same table and masks, other numbers
         task: Task = attachment.task
         info = replace(task.info, name=name, storage="exact", **said)
-        return replace(task, info=info, **_numbers(task.table.rows, owners))
+        made = replace(task.table, rows=tuple(_as_it_is(row, owners) for row in task.table.rows))
+        return replace(task, info=info, table=made, **_numbers(made.rows, owners))
     if PRUNED_MARK in net.__dict__ and structure is None:
         raise PlanError("the network is pruned, and its structure is not known; pass structure= as for prune_")
     return _Extractor(net, attachment, structure, owners).task(name, said)
 
 
+def _as_it_is(row: Row, owners: Mapping[str, list[Owner]]) -> Row:
+    """The row with its adapter's present rank and levels: bytes have become numbers again, components may have gone."""
+    update = update_of(owners[row.names[0]])
+    if isinstance(row.source, str) or update is None:
+        return row
+    source = source_of(update, row.source.groups)
+    return row if source == row.source else replace(row, source=source or row.source)
+
+
 def _numbers(rows: Sequence[Row], owners: Mapping[str, list[Owner]]) -> dict[str, Any]:
     """All that was learned, in the order of the rows."""
-    adapters: list[Tensor] = []
+    adapters: list[Stored] = []
     values: list[Tensor] = []
     integers: list[int] = []
     for row in rows:
@@ -63,12 +75,10 @@ def _numbers(rows: Sequence[Row], owners: Mapping[str, list[Owner]]) -> dict[str
             elif row.source == "integers":
                 integers += [int(n) for n in tensor.flatten().tolist()]
             elif update is not None:
-                adapters += [p.detach().flatten() for p in update.parameters()]
-    empty = torch.empty(0, device="cpu")
+                adapters += update.stored()
     return {
-        "adapters": _flat(adapters) if adapters else empty,
-        "scales": empty,
-        "values": _flat(values) if values else empty,
+        **assembled(adapters),
+        "values": _flat(values) if values else torch.empty(0, device="cpu"),
         "integers": tuple(integers),
     }
 
@@ -89,12 +99,13 @@ class _Extractor:
     def __post_init__(self) -> None:
         structure = self.structure
         self.kept = Kept((), {}) if structure is None else kept_of(self.net, structure)
-        self.bases = _base_tensors(self.attachment, self.owners)
+        self.bases = base_tensors(self.attachment, self.owners)
         writers = () if structure is None else structure.writers
         self.writers = [w for w in writers if w.name in self.kept.writers]
         """Free writers that have fewer units than their stream."""
         self.learned = {id(entry.copy) for entry in self.attachment.replaced if isinstance(entry.copy, nn.Parameter)}
         """Parameters that learn in copies of the base's."""
+        self.placements: dict[tuple[int, bytes], Placement] = {}
         self.attributes = (self.net.__dict__.get(PRUNED_MARK) or {}).get("attributes", {})
         """The base's values of attributes that pruning has changed, by module."""
 
@@ -104,7 +115,7 @@ class _Extractor:
         made = Table(
             () if structure is None else tuple((s.name, s.size) for s in structure.streams),
             tuple(Writer(w.name, w.stream, w.module, w.axis) for w in self.writers),
-            _grouped(rows),
+            grouped(rows),
             self._sizes(),
             attachment.heads,
             () if structure is None else structure.folds,
@@ -117,8 +128,10 @@ class _Extractor:
         )
         numbers = _numbers(made.rows, self.owners)
         tensors = [owners[0].tensor for owners in self.owners.values()]
-        learned = numbers["adapters"].numel() + sum(t.numel() for t in tensors if id(t) in self.learned)
-        info = TaskInfo(name, _adapter(attachment.adapter), base, self._density(tensors), learned, **said)
+        updates = {id(u): u for owners in self.owners.values() if (u := update_of(owners)) is not None}
+        learned = sum(p.numel() for u in updates.values() for p in u.parameters())
+        learned += sum(t.numel() for t in tensors if id(t) in self.learned)
+        info = TaskInfo(name, settings_of(attachment.adapter), base, self._density(tensors), learned, **said)
         return Task(info, made, masks, **numbers)
 
     def _row(self, name: str) -> Row | None:
@@ -162,19 +175,13 @@ class _Extractor:
             )
 
     def _adapted(self, name: str, update: Update) -> Source:
-        module = self.owners[name][0].module
-        noted = self.attributes.get(name.rpartition(".")[0], {})
-        groups = noted.get("groups", getattr(module, "groups", 1))  # as the base has them
-        inputs_first = update.geometry.inputs_first
-        if type(update) is LowRank:
-            taps = math.prod(update.down.shape[2:])
-            return table.LowRank(update.rank, taps, groups, inputs_first, update.stays_whole)
-        if type(update) is Pointwise:
-            return table.Pointwise(groups, inputs_first)
-        raise AttachmentError(
-            f"the adapter of {name} is a {type(update).__name__}, which the task format does not know; fuse the "
-            "network and save that instead"
-        )
+        found = source_of(update, base_groups(self.net, self.owners[name][0].module, name))
+        if found is None:
+            raise AttachmentError(
+                f"the adapter of {name} is a {type(update).__name__}, which the task format does not know; fuse the "
+                "network and save that instead"
+            )
+        return found
 
     def _axes(self, name: str, tensor: Tensor) -> tuple[tuple[Placement, ...], ...]:
         """The masks on each axis of a tensor."""
@@ -183,18 +190,21 @@ class _Extractor:
             return ((),) * tensor.dim()
         found = []
         for axis in range(len(structure.shapes[name])):
-            placed = [
-                Placement(
-                    stream,
-                    None if np.array_equal(units, np.arange(structure.streams[stream].size)) else units,
-                )
-                for stream, units in structure.axes.get((name, axis), ())
-            ]
+            placed = [self._placement(stream, units) for stream, units in structure.axes.get((name, axis), ())]
             for number, writer in enumerate(self.writers, start=len(structure.streams)):
                 if (name, axis) in writer.members:
                     placed.append(Placement(number))
             found.append(tuple(placed))
         return tuple(found)
+
+    def _placement(self, stream: int, units: Ints) -> Placement:
+        """A stream's mask on an axis; many axes have it alike."""
+        key = (stream, units.tobytes())
+        if key not in self.placements:
+            assert self.structure is not None
+            is_plain = np.array_equal(units, np.arange(self.structure.streams[stream].size))
+            self.placements[key] = Placement(stream) if is_plain else Placement.of(stream, units)
+        return self.placements[key]
 
     def _sizes(self) -> dict[str, dict[str, int | tuple[int, ...]]]:
         """Sizes that a module's code holds and its tensors do not tell, by path."""
@@ -217,7 +227,27 @@ class _Extractor:
         return Density(None, (total, total), None)
 
 
-def _base_tensors(attachment: Attachment, owners: Mapping[str, list[Owner]]) -> dict[str, Tensor]:
+def base_groups(net: nn.Module, module: nn.Module, name: str) -> int:
+    """How many groups the layer of a weight has in the base."""
+    noted = (net.__dict__.get(PRUNED_MARK) or {}).get("attributes", {}).get(name.rpartition(".")[0], {})
+    groups: int = noted.get("groups", getattr(module, "groups", 1))
+    return groups
+
+
+def source_of(update: Update, groups: int) -> Source | None:
+    """Where the numbers of a weight with this update come from; None for kinds that the format does not know."""
+    inputs_first = update.geometry.inputs_first
+    if type(update) is LowRank:
+        taps = math.prod(update.down.shape[2:])
+        return kinds.LowRank(update.rank, taps, groups, inputs_first, update.stays_whole, update.levels)
+    if type(update) is Pointwise:
+        return kinds.Pointwise(groups, inputs_first)
+    if type(update) is Coded:
+        return kinds.Delta(update.levels, update.by_row, groups, inputs_first)
+    return None
+
+
+def base_tensors(attachment: Attachment, owners: Mapping[str, list[Owner]]) -> dict[str, Tensor]:
     """Every tensor of the base, as it was before it was adapted and pruned."""
     # in reverse, so that the first of several changes of a tensor counts
     before = {(id(m), place, key): value for m, place, key, value in reversed(attachment.pruned.entries)}
@@ -228,7 +258,7 @@ def _base_tensors(attachment: Attachment, owners: Mapping[str, list[Owner]]) -> 
     return found
 
 
-def _grouped(rows: Sequence[Row]) -> tuple[Row, ...]:
+def grouped(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Tensors of a module that follow each other and are alike share a row."""
     found: list[Row] = []
     for row in rows:
@@ -240,10 +270,12 @@ def _grouped(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def _key(row: Row) -> tuple[Any, ...]:
-    axes = [[(p.mask, None if p.units is None else p.units.tolist()) for p in placed] for placed in row.axes]
+    axes = [[(p.mask, p.runs, None if p.units is None else p.units.tolist()) for p in placed] for placed in row.axes]
     return row.path, row.shape, row.source, axes
 
 
-def _adapter(adapter: Any) -> dict[str, Any]:
-    settings = vars(adapter) if dataclasses.is_dataclass(adapter) else {}
+def settings_of(adapter: Any) -> dict[str, Any]:
+    """An adapter as the description has it: its kind, and its settings."""
+    is_plain = dataclasses.is_dataclass(adapter) and not isinstance(adapter, ByLayer)  # the table has all of that
+    settings = vars(adapter) if is_plain else {}
     return {"kind": type(adapter).__name__, **settings}

@@ -15,6 +15,7 @@ import math
 import re
 import struct
 import unicodedata
+import zlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
@@ -26,6 +27,8 @@ from spalier.adapters.geometry import Described
 from spalier.errors import TaskFileError
 from spalier.files import read_exactly
 
+VERSION = 2
+"""Of the format that is written; all earlier ones are read."""
 SUFFIX = ".task.safetensors"
 KEY = "spalier.task"
 """The entry of the container's metadata that describes the task."""
@@ -47,7 +50,8 @@ TENSORS: dict[str, frozenset[str]] = {
     "table": frozenset({"U8"}),
     "masks": frozenset({"U8"}),
     "adapters": _FLOATS | {"I8"},
-    "scales": frozenset({"F32"}),
+    "codes": frozenset({"U8"}),
+    "scales": _FLOATS,
     "values": _FLOATS,
 }
 """The tensors of a task file, all of one axis, and the dtypes that each may have."""
@@ -143,6 +147,18 @@ def parse_json(code: str, what: str, raw: bytes) -> Any:
         raise TaskFileError(code, f"{what} is not strict JSON: {ascii(reason)[1:-1][:120]}") from None
 
 
+def inflate(code: str, what: str, raw: bytes, length: int) -> bytes:
+    """What deflated data hold, where that has exactly this length."""
+    inflater = zlib.decompressobj()
+    try:
+        data = inflater.decompress(raw, length)  # never more than the length, whatever the data say
+    except zlib.error:
+        raise TaskFileError(code, f"{what} is not deflated data") from None
+    if len(data) != length or not inflater.eof or inflater.unused_data or inflater.unconsumed_tail:
+        raise TaskFileError(code, f"{what} does not inflate to {length:,} bytes")
+    return data
+
+
 def dump_json(value: Any) -> str:
     """JSON without blanks; equal data give equal text."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -168,7 +184,7 @@ class _Entry(NamedTuple):
     dtype: str
 
 
-def unpack(file: BinaryIO, size: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def unpack_container(file: BinaryIO, size: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The description and the tensors of a container of so many bytes."""
     # the length and the header's first byte, which tell other formats from this one
     start = bytes(read_exactly(file, min(size, 9)))
@@ -252,7 +268,7 @@ def _tensor(entry: _Entry, data: bytearray) -> Tensor:
     return torch.frombuffer(data, dtype=dtype, count=count, offset=entry.begin)
 
 
-def pack(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+def pack_container(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
     """A container of these tensors, the widest numbers first so that all are aligned."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {KEY: dump_json(description)}}

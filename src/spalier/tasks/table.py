@@ -1,29 +1,42 @@
 """The layer table: for each tensor of the network, where its values come from and which masks lie on its axes.
 
 It is strict JSON, deflated. What it says can be checked without the base: how long each tensor of the file has to be.
+Axes with the same masks are written once, and masks that lie on a part of an axis as runs, so that concatenations of
+many streams (DenseNets) stay short.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from spalier.adapters.codes import LEVELS
 from spalier.errors import TaskFileError
-from spalier.tasks.format import check_text, dump_json, parse_json, quoted
+from spalier.tasks.format import VERSION, check_text, dump_json, inflate, parse_json, quoted
+from spalier.tasks.rows import (
+    Adapted,
+    Cut,
+    Cutter,
+    Delta,
+    LowRank,
+    Mask,
+    Placement,
+    Pointwise,
+    Row,
+    Run,
+    Source,
+    recoded,
+)
 from spalier.text import pattern, pattern_of
-
-Mask = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.int64]
-Matrices = tuple[tuple[int, int], ...]
-"""Matrices that lie behind one another: how many rows each has, and how long these are."""
 
 # bounds on what a hostile file can make a reader do; the table of a ResNet-50 has 15 KB
 MAX_TABLE = 1 << 22
@@ -33,137 +46,6 @@ MAX_INDICES = 1 << 22
 """How many indices all patterns of a table may be for, so that a short one cannot take much memory."""
 MAX_INTEGERS = 1 << 16
 """How many integers of its own a task may have."""
-
-
-@dataclass(eq=False)  # not frozen: a third of the time to make
-class Placement:
-    """A mask on an axis: index i of the axis goes with unit ``units[i]``, or with unit i where it is None."""
-
-    mask: int
-    units: Ints | None = None
-
-    def kept(self, masks: Sequence[Mask]) -> Mask:
-        """Which indices of the axis are left."""
-        mask = masks[self.mask]
-        return mask if self.units is None else (self.units < 0) | mask[self.units]
-
-
-@dataclass(frozen=True)
-class LowRank:
-    """A frozen weight plus ``up^T down``: down has (rank, inputs, taps) numbers, then up (rank, outputs)."""
-
-    rank: int
-    taps: int
-    groups: int
-    """Of the layer in the base."""
-    inputs_first: bool
-    """Whether the weight's first axis is the input's."""
-    whole: bool = False
-    """True where the factors are for all channels of the base (plain LoRA)."""
-
-    def matrices(self, inputs: int, outputs: int, groups: int) -> Matrices:
-        """The factors, for so many channels that are left; a row is what shares a scale."""
-        return (self.rank, inputs * self.taps), (self.rank, outputs)
-
-
-@dataclass(frozen=True)
-class Pointwise:
-    """A frozen weight plus a matrix of (outputs, inputs / groups), at the centre tap of a kernel."""
-
-    groups: int
-    inputs_first: bool
-    taps = 1
-    whole = False
-
-    def matrices(self, inputs: int, outputs: int, groups: int) -> Matrices:
-        """The matrix, for so many channels that are left."""
-        return ((outputs, inputs // groups),)
-
-
-Source = Literal["base", "values", "integers"] | LowRank | Pointwise
-"""Where numbers come from: the base alone, the task's own ``values`` or integers, or the base plus an adapter."""
-
-
-@dataclass(eq=False)
-class Row:
-    """Tensors of one module that are alike."""
-
-    path: str
-    keys: tuple[str, ...]
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    axes: tuple[tuple[Placement, ...], ...]
-    source: Source
-
-    def __post_init__(self) -> None:
-        self.names = tuple(f"{self.path}.{key}" if self.path else key for key in self.keys)
-        """The full names of the tensors."""
-        self.masks = tuple([_plain_masks(placed) for placed in self.axes])
-        """For each axis, the numbers of its masks; None where one does not lie there unit by unit."""
-        self.uncut: Cut | None = None
-        """What is left where no mask lies on the row, once it is known."""
-
-
-def _plain_masks(placed: Sequence[Placement]) -> tuple[int, ...] | None:
-    return None if any(p.units is not None for p in placed) else tuple([p.mask for p in placed])
-
-
-@dataclass(eq=False)
-class Cut:
-    """What is left of the tensors of a row."""
-
-    indices: tuple[Ints | None, ...]
-    """Along each axis; None where all of it is left."""
-    shape: tuple[int, ...]
-    is_whole: bool
-    matrices: Matrices
-    """Of the row's adapter; none without one."""
-
-
-class _Cutter:
-    """What masks leave of the tensors of a table; axes with the same masks are looked at once."""
-
-    def __init__(self, masks: Sequence[Mask]) -> None:
-        self.masks = masks
-        self._known: dict[tuple[int, ...] | None, Ints | None] = {(): None}
-
-    def cut(self, row: Row) -> Cut:
-        """What is left of a row's tensors."""
-        if row.uncut is not None:
-            return row.uncut
-        known = self._known
-        indices = tuple([known[m] if m in known else self._index(row, axis) for axis, m in enumerate(row.masks)])
-        shape = tuple([n if i is None else len(i) for n, i in zip(row.shape, indices, strict=True)])
-        matrices = () if isinstance(row.source, str) else _matrices(row, row.source, indices[0], shape)
-        cut = Cut(indices, shape, shape == row.shape, matrices)
-        if not any(row.axes):
-            row.uncut = cut
-        return cut
-
-    def _index(self, row: Row, axis: int) -> Ints | None:
-        """The indices of an axis that are left; None where all are."""
-        first, *others = row.axes[axis]
-        kept = first.kept(self.masks)
-        for placement in others:
-            kept = kept & placement.kept(self.masks)
-        index = np.flatnonzero(kept)
-        found = None if len(index) == row.shape[axis] else index
-        masks = row.masks[axis]
-        if masks is not None:
-            self._known[masks] = found
-        return found
-
-
-def _matrices(row: Row, source: LowRank | Pointwise, first: Ints | None, shape: tuple[int, ...]) -> Matrices:
-    """The matrices of an adapter, where ``first`` are the indices left on the weight's first axis."""
-    if source.whole:
-        first, shape = None, row.shape
-    groups = source.groups
-    if groups > 1 and first is not None:  # groups that have nothing left are gone
-        groups = len(np.unique(first // (row.shape[0] // groups)))
-    outer, inner = shape[0], shape[1] * groups
-    inputs, outputs = (outer, inner) if source.inputs_first else (inner, outer)
-    return source.matrices(inputs, outputs, groups)
 
 
 @dataclass(frozen=True)
@@ -203,13 +85,29 @@ class Table:
         return frozenset(name for row in self.rows if row.source in ("values", "integers") for name in row.names)
 
     @cached_property
+    def in_bytes(self) -> Table:
+        """The table of the same task with each number of its adapters in a byte."""
+        return self._recoded(0, 255)
+
+    @cached_property
+    def in_numbers(self) -> Table:
+        """The table of the same task with numbers instead of bytes."""
+        return self._recoded(255, 0)
+
+    def _recoded(self, old: int, new: int) -> Table:
+        rows = [
+            row if isinstance(row.source, str) or row.source.levels != old else recoded(row, new) for row in self.rows
+        ]
+        return replace(self, rows=tuple(rows))
+
+    @cached_property
     def integers(self) -> int:
         """How many integers the task has of its own."""
         return sum(len(row.keys) * math.prod(row.shape) for row in self.rows if row.source == "integers")
 
     def cut(self, masks: Sequence[Mask]) -> list[tuple[Row, Cut]]:
         """The rows, with what these masks leave of each."""
-        cutter = _Cutter(masks)
+        cutter = Cutter(masks)
         return [(row, cutter.cut(row)) for row in self.rows]
 
     @property
@@ -246,11 +144,13 @@ class Table:
 
     def to_bytes(self) -> tuple[bytes, int]:
         """Deflated JSON, and how long it was before."""
+        axes: dict[str, int] = {}
         text = dump_json(
             {
                 "streams": self.streams,
                 "writers": [[w.name, w.stream, w.module, w.axis] for w in self.writers],
-                "rows": [_row_to_json(row) for row in self.rows],
+                "rows": [_row_to_json(row, axes) for row in self.rows],
+                "axes": [json.loads(axis) for axis in axes],  # after the rows, which have collected them
                 "attributes": self.attributes,
                 "heads": self.heads,
                 "folds": self.folds,
@@ -263,66 +163,77 @@ class Table:
         return raw, len(text)
 
     @staticmethod
-    def from_bytes(raw: bytes, length: object) -> Table:
+    def from_bytes(raw: bytes, length: object, version: int = VERSION) -> Table:
         """The table that was written; anything else is an error.
 
         Tasks that were learned alike on one base have the same table, byte for byte; it is parsed once.
         """
         if type(length) is not int or not 0 < length <= MAX_TABLE:
             raise _wrong(f"the layer table is said to have {quoted(length)} bytes")
-        return _remembered(raw, length) if length <= MAX_REMEMBERED else _parsed(raw, length)
+        parse = _remembered if length <= MAX_REMEMBERED else _parsed
+        return parse(raw, length, version)
 
 
-def _parsed(raw: bytes, length: int) -> Table:
-    inflate = zlib.decompressobj()
-    try:
-        text = inflate.decompress(raw, length)  # never more than the length, whatever the data say
-    except zlib.error:
-        raise _wrong("the layer table is not deflated data") from None
-    if len(text) != length or not inflate.eof or inflate.unused_data or inflate.unconsumed_tail:
-        raise _wrong(f"the layer table does not inflate to {length:,} bytes")
+def _parsed(raw: bytes, length: int, version: int) -> Table:
+    text = inflate("table", "the layer table", raw, length)
     # one look at all of the text saves one at each name
     is_safe = text.isascii() and b"\\" not in text and text.decode("ascii").isprintable()
-    return _Parser(parse_json("table", "the layer table", text), is_safe=is_safe).table()
+    return _Parser(parse_json("table", "the layer table", text), version, is_safe=is_safe).table()
 
 
 _remembered = lru_cache(maxsize=32)(_parsed)
 
 
-def _row_to_json(row: Row) -> list[Any]:
-    axes = [[_placement_to_json(p) for p in placed] for placed in row.axes]
+def _row_to_json(row: Row, axes: dict[str, int]) -> list[Any]:
+    placed = [[_placement_to_json(p) for p in placements] for placements in row.axes]
+    refs = [axes.setdefault(dump_json(axis), len(axes) + 1) if axis else 0 for axis in placed]
     source: list[Any]
     match row.source:
-        case LowRank(rank, taps, groups, inputs_first, whole):
-            source = ["low-rank-whole" if whole else "low-rank", rank, taps, groups, int(inputs_first)]
-        case Pointwise(groups, inputs_first):
-            source = ["pointwise", groups, int(inputs_first)]
+        case LowRank(rank, taps, groups, inputs_first, whole, levels):
+            source = ["low-rank-whole" if whole else "low-rank", rank, taps, levels, groups, int(inputs_first)]
+        case Pointwise(groups, inputs_first, levels):
+            source = ["pointwise", levels, groups, int(inputs_first)]
+        case Delta(levels, by_row, groups, inputs_first):
+            source = ["delta", levels, int(by_row), groups, int(inputs_first)]
         case kind:
             source = [kind]
-    return [row.path, row.keys, row.shape, axes, source]
+    return [row.path, row.keys, row.shape, refs, source]
 
 
 def _placement_to_json(placement: Placement) -> int | list[Any]:
+    if placement.runs is not None:
+        return [placement.mask, placement.runs]
     units = placement.units
     if units is None:
         return placement.mask
     return [placement.mask, *(pattern_of(units) or [units.tolist()])]
 
 
+_LENGTHS = {
+    1: {"low-rank": 4, "low-rank-whole": 4, "pointwise": 2},
+    2: {"low-rank": 5, "low-rank-whole": 5, "pointwise": 3, "delta": 4},
+}
+"""How many numbers each kind of adapter has in a row of a table of each format."""
+
+
 class _Parser:
     """Plain data into a table, each part checked."""
 
-    def __init__(self, data: Any, *, is_safe: bool) -> None:
-        self.data = data
+    def __init__(self, data: Any, version: int, *, is_safe: bool) -> None:
+        self.data, self.version = data, version
         self.is_safe = is_safe
         """Whether no text in it can hold more than printable ASCII."""
         self.sizes: list[int] = []
+        self.axes: list[Any] = []
+        """The masks of each axis that rows refer to, as the file has them."""
         self._indices = self._integers = 0
         self._counted: set[tuple[int, ...]] = set()
         self._placements: dict[int, Placement] = {}
+        self._axes: dict[tuple[int, int], tuple[Placement, ...]] = {}
 
     def table(self) -> Table:
         fields = {"streams", "writers", "rows", "attributes", "heads", "folds"}
+        fields |= {"axes"} if self.version > 1 else set()
         if not isinstance(self.data, dict) or set(self.data) != fields:
             raise _wrong(f"the layer table has other fields than {', '.join(sorted(fields))}")
         streams = tuple((self._text(name), self._size(units)) for name, units in self._lists("streams", 2))
@@ -333,8 +244,11 @@ class _Parser:
         )
         self._check_unique("writer", [w.name for w in writers])
         self.sizes = [size for _, size in streams] + [streams[w.stream][1] for w in writers]
+        self.axes = [self._list(axis) for axis in self._list(self.data.get("axes", []))]
         rows = tuple(self._row(*entry) for entry in self._lists("rows", 5))
         self._check_unique("tensor", [name for row in rows for name in row.names])
+        if len({number for number, _ in self._axes}) < len(self.axes):  # what nobody looks at could hold anything
+            raise _wrong("an axis lies on no tensor")
         folds = tuple((self._text(a), self._text(b)) for a, b in self._lists("folds", 2))
         heads = tuple(self._text(path) for path in self._list(self.data["heads"]))
         self._check_unique("head", list(heads))
@@ -351,23 +265,37 @@ class _Parser:
         names = tuple(self._text(key) for key in self._list(keys))
         if not names or any("." in name or not name for name in names):
             raise _wrong(f"{quoted(where)} has no keys, or keys with dots")
-        placed = tuple(self._axis(self._list(axis), n) for axis, n in zip(axes, sizes, strict=True))
-        return Row(where, names, sizes, placed, self._source(self._list(source), names, sizes, placed))
+        read = self._axis if self.version == 1 else self._referred
+        placed = tuple(read(axis, n) for axis, n in zip(axes, sizes, strict=True))
+        row = Row(where, names, sizes, placed, self._source(self._list(source), names, sizes, placed))
+        row.refs = None if self.version == 1 else tuple(axes)
+        return row
 
-    def _axis(self, several: list[Any], size: int) -> tuple[Placement, ...]:
+    def _referred(self, ref: Any, size: int) -> tuple[Placement, ...]:
+        """The masks on an axis, by its number in the list of axes; 0 for none."""
+        number = self._number(ref, 0, len(self.axes))
+        if not number:
+            return ()
+        if (number, size) not in self._axes:
+            self._axes[number, size] = self._axis(self.axes[number - 1], size)
+        return self._axes[number, size]
+
+    def _axis(self, several: Any, size: int) -> tuple[Placement, ...]:
         """The masks on an axis.
 
         What it takes to cut is bounded: one mask alone costs what it has in the file, several on one axis more.
         """
+        masks = [on[0] if isinstance(on, list) and on else on for on in self._list(several)]
         if len(several) > 1:
-            masks = [on[0] if isinstance(on, list) and on else on for on in several]
             if not all(type(mask) is int for mask in masks) or len(set(masks)) < len(masks):
                 raise _wrong("a mask lies on an axis twice, or is no number")
             is_plain = masks == several  # equal axes with plain masks are cut once
             if not is_plain or tuple(masks) not in self._counted:
-                self._count_indices(size * len(several))
+                self._count_indices(size * sum(not _has_runs(on) for on in several))
             if is_plain:
                 self._counted.add(tuple(masks))
+        if any(map(_has_runs, several)):  # runs count their indices themselves, and need an axis to lie on
+            self._count_indices(size)
         return tuple([self._placement(on, size) for on in several])
 
     def _count_indices(self, count: int) -> None:
@@ -387,6 +315,9 @@ class _Parser:
                 raise TaskFileError("mask", f"a pattern of {count * run * times} indices lies on an axis of {size}")
             self._count_indices(size)
             units = pattern(count, run, times)
+        elif len(entry) == 2 and self.version > 1 and _has_runs(entry):
+            mask = self._number(entry[0], 0, len(self.sizes) - 1)
+            return Placement(mask, runs=self._runs(entry[1], self.sizes[mask], size))
         elif len(entry) == 2:
             mask = entry[0]
             units = np.array([self._number(u, -1, 2**31) for u in self._list(entry[1])], np.int64)
@@ -397,6 +328,22 @@ class _Parser:
             raise TaskFileError("mask", f"a mask of {self.sizes[mask]} units does not fit an axis of {size}")
         return Placement(mask, units)
 
+    def _runs(self, entries: list[Any], units: int, size: int) -> tuple[Run, ...]:
+        """Runs on an axis of that size, of a mask with so many units; one begins where the one before has ended."""
+        found: list[Run] = []
+        end = 0
+        for entry in entries:
+            if len(self._list(entry)) != 4:
+                raise _wrong(f"a run of a mask has {len(entry)} numbers, expected 4")
+            start, unit = self._number(entry[0], 0, 2**31), self._number(entry[1], 0, 2**31)
+            count, repeat = self._size(entry[2]), self._size(entry[3])
+            if start < end or start + count * repeat > size or unit + count > units:
+                raise TaskFileError("mask", f"a run of {count} units does not fit an axis of {size}")
+            self._count_indices(count * repeat)
+            end = start + count * repeat
+            found.append((start, unit, count, repeat))
+        return tuple(found)
+
     def _source(self, data: list[Any], keys: tuple[str, ...], shape: tuple[int, ...], axes: tuple[Any, ...]) -> Source:
         kind, *numbers = data or [None]
         if kind in ("base", "values") and not numbers:
@@ -406,16 +353,30 @@ class _Parser:
             if self._integers > MAX_INTEGERS:
                 raise _wrong(f"the task has more than {MAX_INTEGERS:,} integers of its own")
             return "integers"
-        known = ("low-rank", 4), ("low-rank-whole", 4), ("pointwise", 2)
-        if (kind, len(numbers)) in known and len(keys) == 1 and len(shape) >= 2:
-            *sizes, groups = [self._size(n) for n in numbers[:-1]]
-            inputs_first = bool(self._number(numbers[-1], 0, 1))
-            if shape[0] % groups == 0:
-                if kind == "pointwise":
-                    return Pointwise(groups, inputs_first)
-                rank, taps = sizes
-                return LowRank(rank, taps, groups, inputs_first, kind == "low-rank-whole")
+        lengths = _LENGTHS[self.version]
+        if isinstance(kind, str) and lengths.get(kind) == len(numbers) and len(keys) == 1 and len(shape) >= 2:
+            *sizes, groups, order = numbers
+            inputs_first = bool(self._number(order, 0, 1))
+            if shape[0] % self._size(groups) == 0:
+                return self._adapted(kind, sizes, groups, inputs_first)
         raise _wrong(f"numbers come from {quoted(data)}, which is not known")
+
+    def _adapted(self, kind: str, sizes: list[Any], groups: int, inputs_first: bool) -> Adapted:
+        if kind == "delta":
+            levels, by_row = sizes
+            return Delta(self._levels(levels, 15), bool(self._number(by_row, 0, 1)), groups, inputs_first)
+        last = 0 if self.version == 1 else sizes.pop()  # 0 for numbers, which have no levels
+        levels = last if type(last) is int and last == 0 else self._levels(last)
+        if kind == "pointwise":
+            return Pointwise(groups, inputs_first, levels)
+        rank, taps = (self._size(n) for n in sizes)
+        return LowRank(rank, taps, groups, inputs_first, kind == "low-rank-whole", levels)
+
+    def _levels(self, value: Any, most: int = 255) -> int:
+        known = [levels for levels in LEVELS.values() if levels <= most]
+        if type(value) is not int or value not in known:
+            raise _wrong(f"codes have {quoted(value)} levels, expected {', '.join(map(str, known))}")
+        return value
 
     def _attributes(self) -> dict[str, dict[str, int | tuple[int, ...]]]:
         attributes = self.data["attributes"]
@@ -459,6 +420,12 @@ class _Parser:
         if len(set(names)) < len(names):
             twice = Counter(names).most_common(1)[0][0]
             raise _wrong(f"the {what} {quoted(twice)} occurs twice")
+
+
+def _has_runs(entry: Any) -> bool:
+    """Whether a placement is written as runs: a mask, and a list of lists."""
+    is_pair = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], list)
+    return is_pair and bool(entry[1]) and isinstance(entry[1][0], list)
 
 
 def _wrong(message: str) -> TaskFileError:

@@ -20,29 +20,36 @@ import torch
 from torch import Tensor, nn
 
 from spalier import __version__, files
+from spalier.adapters.codes import are_codes, pack, unpack
+from spalier.adapters.kinds import Stored
 from spalier.errors import ConfigError, TaskFileError
 from spalier.tasks.format import (
     MAX_BYTES,
     SUFFIX,
+    VERSION,
     check_name,
     check_plain,
     check_text,
     is_sizes,
     largest,
-    pack,
+    pack_container,
     quoted,
-    unpack,
+    unpack_container,
 )
-from spalier.tasks.table import Cut, Mask, Matrices, Row, Table, Writer
+from spalier.tasks.numbers import BYTE_LEVELS, as_numbers, assembled, cast, cast_scales, deflated, in_bytes, inflated
+from spalier.tasks.rows import Cut, Mask, Matrices, Row
+from spalier.tasks.table import Table, Writer
 from spalier.text import check_integer
 
 if TYPE_CHECKING:
     from spalier.structure.structure import Structure
     from spalier.tasks.store import StorageCosts
 
-FORMAT = 1
 Storage = Literal["exact", "fp32", "fp16", "bf16", "int8"]
-"""How numbers are stored: as they are, in 32 or 16 bits, or adapters as 8-bit integers with a scale for each row."""
+"""How numbers are stored: as they are, in 32 or 16 bits, or adapters as 8-bit integers with a scale for each row.
+
+Codes are stored as they are in all of them; these are about their scales.
+"""
 STORAGES: tuple[Storage, ...] = get_args(Storage)
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float16}
 _NEEDED = {"name", "adapter", "base", "density", "learned", "storage"}
@@ -101,7 +108,7 @@ class TaskInfo:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it; fields that say nothing are left out."""
-        found = {"format": FORMAT, **asdict(self)}
+        found = {"format": VERSION, **asdict(self)}
         found["density"] = {key: pair for key, pair in found["density"].items() if pair}
         return {key: value for key, value in found.items() if value or key in _NEEDED}
 
@@ -109,13 +116,7 @@ class TaskInfo:
     def from_dict(data: Mapping[str, Any]) -> TaskInfo:
         """What `to_dict` wrote; anything else is an error."""
         rest = dict(data)
-        version = rest.pop("format", None)
-        if version != FORMAT or type(version) is not int:
-            raise TaskFileError(
-                "version",
-                f"the file has format {quoted(version)}, expected {FORMAT}: it was written by another version of "
-                "Spalier; update this one",
-            )
+        rest.pop("format", None)
         kinds: dict[str, type] = {
             **dict.fromkeys(("adapter", "base", "density", "metrics", "preprocessing", "provenance"), dict),
             **dict.fromkeys(("name", "storage", "licence"), str),
@@ -171,6 +172,17 @@ def _density(data: dict[str, Any]) -> Density:
     return Density(**{name: tuple(data[name]) if name in data else None for name in names})
 
 
+def _version(found: object) -> int:
+    """The format of a file, if it is one that can be read."""
+    if type(found) is not int or not 1 <= found <= VERSION:
+        raise TaskFileError(
+            "version",
+            f"the file has format {quoted(found)}, expected 1 to {VERSION}: it was written by another version of "
+            "Spalier; update this one",
+        )
+    return found
+
+
 def _check(field: str, holds: bool, expected: str) -> None:
     if not holds:
         raise TaskFileError("metadata", f"the description's {field} is not what it has to be: expected {expected}")
@@ -198,9 +210,11 @@ class Task:
     masks: list[Mask]
     """The units that each stream, and each free writer, keeps."""
     adapters: Tensor
-    """The numbers of all adapters in the order of the table, as they are stored."""
+    """The numbers of all adapters that are not coded, in the order of the table, as they are stored."""
+    codes: Tensor
+    """The packed codes of the others: those of two levels first, then of three..., each in the order of the table."""
     scales: Tensor
-    """With 8-bit storage, the scale of each row of each adapter."""
+    """What codes are multiplied with, in the order of the table."""
     values: Tensor
     """Norms with their statistics, biases, the head: all that is the task's own."""
     integers: tuple[int, ...] = ()
@@ -291,14 +305,21 @@ class Task:
         """
         if storage not in STORAGES:
             raise ConfigError(f"storage is {storage!r}, expected one of {', '.join(map(repr, STORAGES))}")
-        adapters, scales = self.adapter_values(), torch.empty(0, device="cpu")
+        task = self
         if storage == "int8":
-            adapters, scales = quantise(adapters, self.adapter_shapes)
-        else:
-            adapters = _cast(adapters, storage, "adapters")
-        values = _cast(self.values, storage, "norms or head")
-        info = replace(self.info, storage=storage)
-        return replace(self, info=info, adapters=adapters, scales=scales, values=values)
+            task = replace(self, table=self.table.in_bytes, **assembled(map(in_bytes, self.stored())))
+        elif self.info.storage == "int8":
+            task = replace(self, table=self.table.in_numbers, **assembled(map(as_numbers, self.stored())))
+        task = replace(task, info=replace(self.info, storage=storage))
+        if storage == "exact":
+            return task
+        dtype = _DTYPES[storage]
+        return replace(
+            task,
+            adapters=cast(task.adapters, dtype, "adapters"),
+            scales=cast_scales(task.scales, dtype, task.adapter_shapes),
+            values=cast(task.values, dtype, "norms or head"),
+        )
 
     def to_bytes(self, *, storage: Storage = "exact") -> bytes:
         """The contents of the task's file."""
@@ -310,18 +331,20 @@ class Task:
             "adapters": task.adapters,
             "values": task.values,
         }
+        description = {**task.info.to_dict(), "table": length}
         if task.scales.numel():
             tensors["scales"] = task.scales
-        description = {**task.info.to_dict(), "table": length}
+            tensors["codes"], before = deflated(task.codes)
+            description |= {"codes": before} if before else {}
         if task.integers:
             # most are alike: the norms of a network have seen equally many batches
             description["integers"] = [[number, len(list(run))] for number, run in groupby(task.integers)]
-        return pack(description, tensors)
+        return pack_container(description, tensors)
 
     @staticmethod
     def from_bytes(data: bytes) -> Task:
         """A task from the contents of its file, checked as `load` does."""
-        return _parsed(*unpack(io.BytesIO(data), len(data)))
+        return _parsed(*unpack_container(io.BytesIO(data), len(data)))
 
     def save(self, path: str | os.PathLike[str], *, storage: Storage = "exact") -> int:
         """Write NAME.task.safetensors, whole and durable or not at all; how many bytes it has.
@@ -348,7 +371,7 @@ class Task:
         with files.opened(_path(path)) as (file, size):
             if size > limit:
                 raise TaskFileError("too-large", f"the file has {size:,} bytes, more than the limit of {limit:,}")
-            contents = unpack(file, size)
+            contents = unpack_container(file, size)
         return _parsed(*contents)
 
     # what building, applying and checking need
@@ -363,28 +386,50 @@ class Task:
         """The matrices of all adapters: how many rows each has, and how long these are."""
         return tuple([shape for _, cut in self.cut_rows for shape in cut.matrices])
 
+    @property
+    def bytes_of_codes(self) -> int:
+        """How many bytes all codes have."""
+        return sum(shape.bytes for shape in self.adapter_shapes)
+
     @cached_property
     def spreads(self) -> list[tuple[Writer, Mask]]:
         """The free writers, with which of their stream's units that are left they write."""
         own = self.masks[len(self.table.streams) :]
         return [(w, mask[self.masks[w.stream]]) for w, mask in zip(self.table.writers, own, strict=True)]
 
-    @property
-    def _is_quantised(self) -> bool:
-        return self.adapters.dtype == torch.int8
+    @cached_property
+    def places(self) -> list[tuple[int, int, int]]:
+        """Where each matrix begins: among the numbers, among the bytes of codes, and among the scales."""
+        shapes = self.adapter_shapes
+        begin, code = [0] * len(shapes), 0
+        for number in sorted(range(len(shapes)), key=lambda i: shapes[i].levels):  # which keeps the table's order
+            begin[number] = code
+            code += shapes[number].bytes
+        found, number, scale = [], 0, 0
+        for shape, first in zip(shapes, begin, strict=True):
+            found.append((number, first, scale))
+            number, scale = number + (0 if shape.levels else shape.numel), scale + shape.scales
+        return found
 
-    def adapter_values(self) -> Tensor:
-        """The numbers of all adapters, in floating point."""
-        if not self._is_quantised:
-            return self.adapters
-        return dequantise(self.adapters, self.scales, self.adapter_shapes)
+    def stored(self) -> Iterator[Stored]:
+        """The matrices of all adapters, as numbers or as codes with their scales."""
+        codes = self.codes.numpy()
+        for shape, (number, code, scale) in zip(self.adapter_shapes, self.places, strict=True):
+            if not shape.levels:
+                yield Stored(self.adapters[number : number + shape.numel].view(shape.rows, shape.length))
+                continue
+            found = unpack(codes[code : code + shape.bytes], shape.numel, shape.levels)
+            matrix = torch.from_numpy(found).view(shape.rows, shape.length)
+            yield Stored(matrix, self.scales[scale : scale + shape.scales], shape.levels)
 
     def _check_numbers(self) -> None:
         """Refuse numbers that the table has no place for, or that are not finite."""
         own = [len(row.keys) * math.prod(cut.shape) for row, cut in self.cut_rows if row.source == "values"]
+        shapes = self.adapter_shapes
         sizes = {
-            "adapters": sum(rows * length for rows, length in self.adapter_shapes),
-            "scales": sum(rows for rows, _ in self.adapter_shapes) if self._is_quantised else 0,
+            "adapters": sum(shape.numel for shape in shapes if not shape.levels),
+            "codes": self.bytes_of_codes,
+            "scales": sum(shape.scales for shape in shapes),
             "values": sum(own),
         }
         for name, expected in sizes.items():
@@ -393,24 +438,58 @@ class Task:
                 raise TaskFileError("sizes", f"{name} has {tensor.numel():,} numbers, the table says {expected:,}")
             if not math.isfinite(largest(tensor)):
                 raise TaskFileError("non-finite", f"{name} holds NaN or infinite numbers")
-        if self._is_quantised != (self.info.storage == "int8"):
-            raise TaskFileError("metadata", f"the storage is said to be {self.info.storage}, and is not")
+        codes = self.codes.numpy()
+        for shape, (_, begin, _) in zip(shapes, self.places, strict=True):
+            if shape.levels and not are_codes(codes[begin : begin + shape.bytes], shape.numel, shape.levels):
+                raise TaskFileError("codes", f"codes of {shape.levels} levels hold digits that these do not have")
+        if self.info.storage == "int8" and sizes["adapters"]:
+            raise TaskFileError("metadata", "the storage is said to be int8, and is not")
 
 
 def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
     """A task of what a file holds, where all of it fits together."""
+    version = _version(description.get("format"))
     length, pairs = description.pop("table", None), description.pop("integers", [])
+    length_of_codes = description.pop("codes", None) if version > 1 else None
     info = TaskInfo.from_dict(description)
     lacking = {"table", "masks", "adapters", "values"} - set(tensors)
     if lacking:
         raise TaskFileError("tensors", f"the file has no {', '.join(sorted(lacking))}")
-    table = Table.from_bytes(tensors["table"].numpy().tobytes(), length)
+    table = Table.from_bytes(tensors["table"].numpy().tobytes(), length, version)
     masks = table.unpack(tensors["masks"].numpy())
-    scales = tensors.get("scales", torch.empty(0, device="cpu"))
-    integers = _expanded(pairs, table.integers)
-    task = Task(info, table, masks, tensors["adapters"], scales, tensors["values"], integers)
+    empty, no_bytes = torch.empty(0, device="cpu"), torch.empty(0, dtype=torch.uint8, device="cpu")
+    numbers = {
+        "adapters": tensors["adapters"],
+        "codes": tensors.get("codes", no_bytes),
+        "scales": tensors.get("scales", empty),
+    }
+    if version == 1:
+        _check_version_1(info, tensors)
+    elif numbers["adapters"].dtype == torch.int8:
+        raise TaskFileError("dtype", "adapters is I8, expected floating point in format 2, whose codes are apart")
+    if version == 1 and info.storage == "int8":
+        table = table.in_bytes
+        numbers |= {"adapters": empty, "codes": _bytes_of_version_1(tensors["adapters"])}
+    task = Task(info, table, masks, **numbers, values=tensors["values"], integers=_expanded(pairs, table.integers))
+    if length_of_codes is not None:
+        task = replace(task, codes=inflated(task.codes, length_of_codes, task.bytes_of_codes))
     task._check_numbers()
     return task
+
+
+def _check_version_1(info: TaskInfo, tensors: Mapping[str, Tensor]) -> None:
+    """In format 1, 8-bit integers are numbers like others."""
+    if "codes" in tensors:
+        raise TaskFileError("tensors", "the file holds 'codes', which format 1 does not have")
+    if "scales" in tensors and tensors["scales"].dtype != torch.float32:
+        raise TaskFileError("dtype", "scales are not F32, as format 1 has them")
+    if (tensors["adapters"].dtype == torch.int8) != (info.storage == "int8"):
+        raise TaskFileError("metadata", f"the storage is said to be {info.storage}, and is not")
+
+
+def _bytes_of_version_1(numbers: Tensor) -> Tensor:
+    """8-bit integers as codes of 255 levels: one in a byte, so whatever matrices they are of."""
+    return torch.from_numpy(pack(numbers.numpy(), BYTE_LEVELS))
 
 
 def _expanded(found: Any, count: int) -> tuple[int, ...]:
@@ -423,47 +502,6 @@ def _expanded(found: Any, count: int) -> tuple[int, ...]:
     if sum(times for _, times in pairs) != count:
         raise TaskFileError("sizes", f"the description's integers are not the {count} that the table has")
     return tuple(number for number, times in pairs for _ in range(times))
-
-
-def _cast(values: Tensor, storage: Storage, what: str) -> Tensor:
-    """Numbers in the dtype of a storage; with ``int8``, whatever is no adapter is stored in half precision."""
-    if storage == "exact":
-        return values
-    cast = values.to(_DTYPES[storage])
-    if not math.isfinite(largest(cast)):
-        raise TaskFileError(
-            "storage",
-            f"{what} hold {largest(values):.4g}, beyond what {storage} can store; choose 'fp32' or 'bf16'",
-        )
-    return cast
-
-
-def quantise(values: Tensor, shapes: Matrices) -> tuple[Tensor, Tensor]:
-    """8-bit integers and the scale of each row of these matrices: the largest of a row is 127 of its scales."""
-    codes, scales = [torch.empty(0, dtype=torch.int8, device="cpu")], [torch.empty(0, device="cpu")]
-    for matrix in matrices(values.float(), shapes):
-        scale = matrix.abs().amax(1) / 127
-        safe = torch.where(scale == 0, 1.0, scale)  # a row of zeros has the scale 0
-        codes.append((matrix / safe[:, None]).round().clamp(-127, 127).to(torch.int8).flatten())
-        scales.append(scale)
-    return torch.cat(codes), torch.cat(scales)
-
-
-def dequantise(codes: Tensor, scales: Tensor, shapes: Matrices) -> Tensor:
-    """The numbers that 8-bit integers and their scales stand for."""
-    out, start = torch.empty(codes.numel(), dtype=torch.float32, device="cpu"), 0
-    for matrix, values in zip(matrices(codes, shapes), matrices(out, shapes), strict=True):
-        torch.mul(matrix, scales[start : start + len(matrix), None], out=values)
-        start += len(matrix)
-    return out
-
-
-def matrices(flat: Tensor, shapes: Iterable[tuple[int, int]]) -> Iterator[Tensor]:
-    """The matrices that lie behind one another in a flat tensor, as views."""
-    start = 0
-    for rows, length in shapes:
-        yield flat[start : start + rows * length].view(rows, length)
-        start += rows * length
 
 
 def own_tensors(task: Task, source: Literal["values", "integers"], flat: Tensor) -> Iterator[Tensor]:

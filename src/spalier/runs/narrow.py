@@ -1,0 +1,132 @@
+"""The narrow forms that a run writes of what it has learned wide, by the names that settings have for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from spalier.adapters.codes import LEVELS
+from spalier.adapters.kinds import Coded, LowRank, SPDelta, SPLoRA, SPPaRA
+from spalier.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from spalier.runs.settings import Settings
+
+EXPECTED = "splora-r8, splora-r8-full, spdelta-1bit, sppara, bytes-1/20, bytes-200000 or wide"
+FAST = 5.0
+"""How much faster low-rank factors and the scales of codes learn than codes, norms and head do in a narrow form."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to write what was learned: an adapter, a number of bytes, or all kept weights as they are."""
+
+    name: str
+    adapter: Any = None
+    bytes: int | None = None
+    share: float | None = None
+    """Of the bytes that all kept weights take in float32."""
+
+    @property
+    def label(self) -> str:
+        """The name as a part of file names."""
+        return self.name.replace("/", "of").replace(".", "_")
+
+    def budget(self, wide: int) -> int | None:
+        """How many bytes the file may have, where that of the wide network has so many; None for an adapter."""
+        return self.bytes if self.share is None else int(self.share * wide)
+
+
+def form_of(name: str) -> Form:
+    """A form by its name.
+
+    >>> form_of("spdelta-2bit").adapter, form_of("bytes-1/20").budget(1000)
+    (SPDelta(bits=2, scales='row', init_range=0.01), 50)
+    """
+    bits = "|".join(map(str, LEVELS))
+    if name in ("wide", "sppara"):
+        return Form(name, SPPaRA() if name == "sppara" else None)
+    if found := re.fullmatch(r"splora-r([1-9]\d*)(-full)?", name):
+        # a rank that a layer cannot use any more is lowered there
+        return Form(name, SPLoRA(rank=int(found[1]), kernel="full" if found[2] else "center", cap=True))
+    if found := re.fullmatch(rf"spdelta-({bits})bits?", name):
+        return Form(name, SPDelta(bits=int(found[1])))
+    if found := re.fullmatch(r"bytes-1/([1-9]\d*)", name):
+        return Form(name, share=1 / int(found[1]))
+    if found := re.fullmatch(r"bytes-([1-9]\d*)", name):
+        return Form(name, bytes=int(found[1]))
+    raise ConfigError(f"codes has {name!r}, expected names such as {EXPECTED}")
+
+
+def default_codes(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """The form of a method with its rank and options."""
+    method, rank, options = settings["method"], settings["rank"], settings["adapter_options"]
+    if method == "splora" and type(rank) is int:
+        return (f"splora-r{rank}" + ("-full" if options.get("kernel") == "full" else ""),)
+    if method == "spdelta":
+        return (f"spdelta-{options.get('bits', SPDelta().bits)}bit",)
+    if method == "sppara":
+        return ("sppara",)
+    raise ConfigError(
+        f"learn is wide, and method {method} with rank {rank} has no narrow form; expected splora with a whole rank, "
+        "spdelta or sppara, or codes"
+    )
+
+
+def check_wide(config: Settings) -> None:
+    """Refuse settings that do not go with how tasks are learned."""
+    if config.learn == "direct":
+        if config.codes is not None:
+            raise ConfigError("codes is given, and learn is direct; set learn: wide to write what was learned in them")
+        return
+    if not config.codes or len(set(config.codes)) < len(config.codes):
+        raise ConfigError(f"codes is {list(config.codes or ())}, expected one or more names, each once")
+    for name in config.codes:
+        form_of(name)
+    if config.method in ("lora", "fine-pruning"):
+        raise ConfigError(f"learn is wide, and method is {config.method}; expected splora, spdelta or sppara")
+    if config.keep_optimizer:
+        raise ConfigError("keep_optimizer is true, and learn is wide, where optimizers begin anew at every density")
+    if config.teacher == "self":
+        raise ConfigError('teacher is "self", and learn is wide, where each density teaches its own narrow forms')
+    if config.budget == "bytes":
+        raise ConfigError(
+            "the budget is bytes, and learn is wide; prune by another budget, and set codes: [bytes-200000]"
+        )
+
+
+def speed_of(name: str) -> float:
+    """How much faster a parameter of a narrow form learns than the others.
+
+    >>> speed_of("conv1.weight_adapter.up"), speed_of("conv1.weight_adapter.delta"), speed_of("bn1.weight")
+    (5.0, 1.0, 1.0)
+    """
+    owner, _, key = name.rpartition(".")
+    return FAST if owner.endswith("_adapter") and key in ("down", "up", "gain") else 1.0
+
+
+# what a task file does not hold: the numbers that codes were rounded from
+
+
+def unrounded(net: nn.Module) -> dict[str, Tensor]:
+    """All numbers of coded updates, by name."""
+    found: dict[str, Tensor] = {}
+    for path, module in net.named_modules():
+        if isinstance(module, Coded) or (isinstance(module, LowRank) and module.levels):
+            found |= {f"{path}.{key}": value for key, value in module.state_dict().items()}
+    return found
+
+
+@torch.no_grad()
+def restore_unrounded_(net: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Put them back."""
+    own = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    for name, value in values.items():
+        if name not in own or own[name].shape != value.shape:
+            raise RunError("checkpoint", f"the checkpoint's {name!r} does not fit the network")
+        own[name].copy_(value)

@@ -1,0 +1,115 @@
+"""The numbers of adapters as a file has them: matrices behind one another, codes packed and deflated, and scales."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spalier.adapters.codes import codes_of, pack
+from spalier.adapters.kinds import Stored
+from spalier.errors import TaskFileError
+from spalier.tasks.format import inflate, largest, quoted
+from spalier.tasks.rows import Matrix
+
+MAX_RATIO = 16
+"""How many times longer deflated codes may become, so that a small file cannot take much memory."""
+BYTE_LEVELS = 255
+"""Of codes that have a byte each, as ``int8`` stores them."""
+
+
+def assembled(stored: Iterable[Stored]) -> dict[str, Any]:
+    """Matrices as a task holds them: numbers, packed codes, and scales."""
+    numbers: list[Tensor] = []
+    scales: list[Tensor] = []
+    codes: list[tuple[int, Any]] = []
+    for values, scale, levels in stored:
+        if scale is None:
+            numbers.append(values.flatten().cpu())
+        else:
+            codes.append((levels, pack(values.cpu().float().numpy(), levels)))
+            scales.append(scale.cpu())
+    packed = [data for _, data in sorted(codes, key=lambda pair: pair[0])]  # which keeps the table's order
+    return {
+        "adapters": _joined(numbers),
+        "codes": torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *packed])),
+        "scales": _joined(scales),
+    }
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """In the widest dtype that there is."""
+    return torch.cat(list(parts)) if parts else torch.empty(0, device="cpu")
+
+
+def in_bytes(matrix: Stored) -> Stored:
+    """Numbers as 8-bit integers with a scale for each row: the largest of a row is 127 of its scales."""
+    if matrix.levels:
+        return matrix
+    scale = matrix.values.float().abs().amax(1) / 127
+    return Stored(codes_of(matrix.values.float(), scale[:, None], BYTE_LEVELS), scale, BYTE_LEVELS)
+
+
+def as_numbers(matrix: Stored) -> Stored:
+    """The numbers that 8-bit integers stand for."""
+    if matrix.scale is None or matrix.levels != BYTE_LEVELS:
+        return matrix
+    wide = matrix.scale if matrix.scale.dtype == torch.float64 else matrix.scale.float()
+    return Stored(matrix.values * wide[:, None])
+
+
+def cast(values: Tensor, dtype: torch.dtype, what: str) -> Tensor:
+    """Numbers in a dtype that holds all of them."""
+    made = values.to(dtype)
+    if not math.isfinite(largest(made)):
+        raise TaskFileError(
+            "storage",
+            f"{what} hold {largest(values):.4g}, beyond what {str(dtype)[6:]} can store; choose 'fp32' or 'bf16'",
+        )
+    return made
+
+
+def cast_scales(scales: Tensor, dtype: torch.dtype, shapes: Iterable[Matrix]) -> Tensor:
+    """Scales in a dtype; in 32 bits where half precision would move codes by more than a quarter of a step.
+
+    Half precision has few digits for small numbers, and the scales of 8-bit integers are small. The fewer levels codes
+    have, the less that matters. Scales that are next to nothing beside the others do not.
+    """
+    made = cast(scales, dtype, "scales of codes")
+    if dtype != torch.float16 or not scales.numel():
+        return made
+    allowed = torch.cat([torch.full((shape.scales,), 0.25 / (shape.levels or 1)) for shape in shapes])
+    allowed = (allowed * scales.abs()).clamp(min=1e-4 * largest(scales) * float(allowed.min()))
+    is_close = bool(((made.float() - scales.float()).abs() <= allowed).all())
+    return made if is_close else cast(scales, torch.float32, "scales of codes")
+
+
+def deflated(codes: Tensor) -> tuple[Tensor, int]:
+    """Codes as a file has them, and how long they were before; 0 where deflating does not make them shorter."""
+    raw = codes.numpy().tobytes()
+    tried = [raw]
+    for strategy in (zlib.Z_HUFFMAN_ONLY, zlib.Z_DEFAULT_STRATEGY):  # the second finds what repeats, as zeros do
+        deflater = zlib.compressobj(9, zlib.DEFLATED, 15, 9, strategy)
+        made = deflater.compress(raw) + deflater.flush()
+        # inflating takes as long as all the rest of loading, which a few bytes are not worth
+        if len(made) < 0.95 * len(raw) - 32 and len(raw) <= MAX_RATIO * len(made):
+            tried.append(made)
+    best = min(tried, key=len)
+    if best is raw:
+        return codes, 0
+    return torch.frombuffer(bytearray(best), dtype=torch.uint8), len(raw)
+
+
+def inflated(codes: Tensor, length: object, expected: int) -> Tensor:
+    """Codes that were deflated; the table tells how long they are before memory is taken for them."""
+    if type(length) is not int or length != expected or not expected:
+        raise TaskFileError("sizes", f"codes are said to have {quoted(length)} bytes, the table says {expected:,}")
+    if expected > MAX_RATIO * codes.numel():
+        raise TaskFileError("sizes", f"{codes.numel():,} bytes are to inflate to {expected:,}, over {MAX_RATIO} times")
+    data = inflate("codes", "what codes hold", codes.numpy().tobytes(), expected)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,72 @@
+"""A task whose weights come from other sources: learned in full before, and from an adapter now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spalier.adapters.kinds import Stored
+from spalier.tasks.extract import grouped, settings_of
+from spalier.tasks.format import values_digest
+from spalier.tasks.numbers import assembled
+from spalier.tasks.rows import Row, Source
+from spalier.tasks.task import Fingerprint, Task, own_tensors
+
+Sources = Mapping[str, tuple[Source, Sequence[Stored] | Tensor]]
+"""For each weight by its name: where its numbers come from now, and these."""
+
+
+def rewritten(task: Task, sources: Sources, adapter: Any, base: Mapping[str, Tensor]) -> Task:
+    """The task with these sources; ``base`` has all tensors of the base by their first names."""
+    own = dict(_own_values(task))
+    adapted = dict(_adapted(task))
+    rows: list[Row] = []
+    stored: list[Stored] = []
+    values: list[Tensor] = []
+    for row in _single(task.table.rows):
+        (name,) = row.names
+        source, numbers = sources.get(name, (row.source, None))
+        if source == "base" and not any(row.axes):
+            continue  # it is the base's as it is
+        rows.append(replace(row, source=source))
+        if source == "values":
+            kept = numbers if isinstance(numbers, Tensor) else own[name]
+            values.append(kept.detach().cpu().flatten())
+        elif source not in ("base", "integers"):
+            assert not isinstance(numbers, Tensor)
+            stored += adapted[name] if numbers is None else numbers
+    made = replace(task.table, rows=grouped(rows))
+    taken = {name: tensor for name, tensor in base.items() if name not in made.own}
+    info = replace(
+        task.info,
+        adapter=settings_of(adapter),
+        base=Fingerprint(task.info.base.architecture, values_digest(taken)),
+    )
+    held: dict[str, Any] = {**assembled(stored), "values": torch.cat(values) if values else task.values[:0]}
+    return replace(task, info=info, table=made, **held)
+
+
+def _single(rows: Sequence[Row]) -> Iterator[Row]:
+    """A row for each tensor."""
+    for row in rows:
+        for key in row.keys:
+            yield row if len(row.keys) == 1 else replace(row, keys=(key,))
+
+
+def _own_values(task: Task) -> Iterator[tuple[str, Tensor]]:
+    tensors = own_tensors(task, "values", task.values)
+    for row in task.table.rows:
+        if row.source == "values":
+            for name in row.names:
+                yield name, next(tensors)
+
+
+def _adapted(task: Task) -> Iterator[tuple[str, list[Stored]]]:
+    stored = task.stored()
+    for row, cut in task.cut_rows:
+        if cut.matrices:
+            yield row.names[0], [next(stored) for _ in cut.matrices]
