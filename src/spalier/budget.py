@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from statistics import median
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from spalier.adapters.attach import detach_, fuse
 from spalier.adapters.attachment import attachment_of, is_marked, owners_of
+from spalier.adapters.codes import packed_size
 from spalier.adapters.geometry import is_norm
 from spalier.adapters.kinds import LowRank, Update
 from spalier.counting import Count, count
@@ -71,26 +72,38 @@ class Meter:
         return (self._terms(kept) + self._unknown) // self._samples  # the costs are of the whole example
 
     def task_bytes(self, kept: Kept, ranks: Ranks) -> int:
-        """What a task file holds in float32: learned parameters, statistics of norms, and a bit for each unit."""
+        """What a task file holds in float32: learned parameters, statistics of norms, and a bit for each unit.
+
+        Codes count by the bytes that they are packed into.
+        """
         streams = self.structure.streams
         bits = [stream.size for stream in streams]
         bits += [streams[self.structure.free_writers[name]].size for name in kept.writers]
         masks = sum(math.ceil(size / 8) for size in bits)
-        return 4 * (self.learned(kept, ranks) + self._statistics(kept)) + masks
+        adapters = sum(_bytes_of(update, sizes) for update, sizes in self._updates(kept, ranks))
+        return 4 * (self._in_full(kept) + self._statistics(kept)) + adapters + masks
 
     def learned(self, kept: Kept, ranks: Ranks) -> int:
         """Parameters that learn: adapters, norms, head."""
+        adapters = sum(math.prod(size) for _, sizes in self._updates(kept, ranks) for size in sizes.values())
+        return self._in_full(kept) + adapters
+
+    def _in_full(self, kept: Kept) -> int:
+        """Parameters of the network itself that learn."""
+        tensors = {name: owners[0].tensor for name, owners in self.owners.items()}
+        learning = [n for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad]
+        return sum(self._numel(kept, name) for name in learning)
+
+    def _updates(self, kept: Kept, ranks: Ranks) -> Iterator[tuple[Update, Sizes]]:
+        """Every update, once, with the sizes that its parameters would have."""
         cuts = cuts_of(self.structure, self.kept, kept)
-        total, seen = 0, set()
+        seen = set()
         for name, owners in self.owners.items():
-            tensor = owners[0].tensor
-            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                total += self._numel(kept, name)
             for update in (owner.update for owner in owners):
                 if update is not None and update not in seen:  # tied weights share theirs
                     seen.add(update)
-                    total += _left_of(update, tensor, cuts.get(name), ranks.get(self._paths[update]))
-        return total
+                    rank = ranks.get(self._paths[update])
+                    yield update, _left_of(update, owners[0].tensor, cuts.get(name), rank)
 
     def densities(self) -> dict[str, tuple[int, int] | None]:
         """What is left of the base, and of how much: channels, weights, and MACs where they can be counted."""
@@ -182,8 +195,21 @@ class Meter:
         return total
 
 
-def _left_of(update: Update, weight: Tensor, indices: Indices | None, rank: int | None) -> int:
-    """How many numbers of an update are left."""
+Sizes = dict[nn.Parameter, list[int]]
+
+
+def _bytes_of(update: Update, sizes: Sizes) -> int:
+    """What a task file holds of an update: codes packed, all else in float32."""
+    levels = getattr(update, "levels", 0)
+    coded = {id(getattr(update, key, None)) for key in ("delta", "down", "up")} if levels else set()
+    counts = {parameter: math.prod(size) for parameter, size in sizes.items()}
+    packed = sum(packed_size(count, levels) for parameter, count in counts.items() if id(parameter) in coded)
+    scales = 2 * update.rank if levels and isinstance(update, LowRank) else 0
+    return packed + 4 * (scales + sum(count for parameter, count in counts.items() if id(parameter) not in coded))
+
+
+def _left_of(update: Update, weight: Tensor, indices: Indices | None, rank: int | None) -> Sizes:
+    """The sizes that an update's parameters would have."""
     sizes = {parameter: list(parameter.shape) for parameter in update.parameters()}
     if indices is not None:
         _, outputs, inputs = cut_geometry(update, weight.shape, indices)
@@ -193,7 +219,7 @@ def _left_of(update: Update, weight: Tensor, indices: Indices | None, rank: int 
     if rank is not None and isinstance(update, LowRank):
         for factor in (update.down, update.up):
             sizes[factor][0] = rank
-    return sum(math.prod(size) for size in sizes.values())
+    return sizes
 
 
 # budgets of time

@@ -238,7 +238,7 @@ class Coded(Update):
 
     def __init__(self, geometry: Geometry, weight: Tensor, levels: int, *, by_row: bool, start: float) -> None:
         super().__init__()
-        self.geometry, self.levels = geometry, levels
+        self.geometry, self.levels, self.by_row = geometry, levels, by_row
         rows = weight.detach().flatten(1)
         size = rows.float().square().mean(1 if by_row else (0, 1), keepdim=True).sqrt().view(-1)
         # with a scale of zero, what begins as zeros would never learn
@@ -251,11 +251,6 @@ class Coded(Update):
         if geometry.padding_idx is not None:
             with torch.no_grad():  # that row of an embedding learns nothing
                 self.scale[geometry.padding_idx] = 0
-
-    @property
-    def by_row(self) -> bool:
-        """Whether each index of the first axis has a scale of its own."""
-        return len(self.scale) > 1 or len(self.delta) == 1
 
     def _by_row(self, scale: Tensor, like: Tensor) -> Tensor:
         return scale.view(-1, *[1] * (like.dim() - 1))

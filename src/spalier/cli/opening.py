@@ -217,7 +217,7 @@ def numbers(text: str, option: str, example: str) -> tuple[int, ...]:
 
 def read_config(config: str) -> dict[str, Any]:
     """What a file of settings says; there has to be something."""
-    from spalier.runs.settings import read_settings
+    from spalier.runs.settings_files import read_settings
 
     found = read_settings(Path(config))
     if not found:

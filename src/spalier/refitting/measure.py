@@ -25,6 +25,19 @@ _ROWS = 65536
 _PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
+@torch.no_grad()
+def check_runs(net: nn.Module, inputs: Any) -> None:
+    """Refuse calibration batches that the network does not run on, or returns no finite numbers for."""
+    args, kwargs = inputs
+    with in_eval_mode(net):
+        try:
+            found = logits_of(net(*args, **kwargs))
+        except Exception as error:  # whatever the network's own code raises
+            raise RecoveryError(f"the network does not run on the calibration batches: {first_line(error)}") from error
+    if not torch.isfinite(found).all():
+        raise RecoveryError("the network returns NaN or infinite values on the calibration batches; look at these")
+
+
 def metrics_of(net: nn.Module, layers: Mapping[str, bool], inputs: Any) -> dict[str, Metric]:
     """The metric of each layer by its path; ``layers`` says of which a norm takes the mean away."""
     args, kwargs = inputs
@@ -38,12 +51,7 @@ def metrics_of(net: nn.Module, layers: Mapping[str, bool], inputs: Any) -> dict[
         for parameter, flag in flags:  # gradients reach every layer's output
             stack.callback(parameter.requires_grad_, flag)
             parameter.requires_grad_(parameter.is_floating_point())
-        try:
-            _run(net, args, kwargs)
-        except RecoveryError:
-            raise
-        except Exception as error:  # whatever the network's own code raises
-            raise RecoveryError(f"the network does not run on the calibration batches: {first_line(error)}") from error
+        _run(net, args, kwargs)
     return {path: each.metric() for path, each in watched.items()}
 
 
@@ -52,8 +60,6 @@ def _run(net: nn.Module, args: Any, kwargs: Any) -> None:
     logits = logits.reshape(-1, logits.shape[-1])
     generator = torch.Generator().manual_seed(0)
     chances = logits.detach().softmax(1).cpu()
-    if not torch.isfinite(chances).all():
-        raise RecoveryError("the network returns NaN or infinite values on the calibration batches; look at these")
     drawn = torch.multinomial(chances, 1, generator=generator)[:, 0].to(logits.device)
     loss = torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")
     # the hooks look at gradients of activations; those of parameters are not asked for

@@ -24,7 +24,7 @@ from spalier.errors import AttachmentError, ConfigError, NonFiniteError, Spalier
 from spalier.pruning.prune import cut, optimizers_of
 from spalier.pruning.recovery import Recovery, Wishes, calibration_of, centred_layers, recover_
 from spalier.refitting.approximate import Delta, added, approximation
-from spalier.refitting.measure import metrics_of
+from spalier.refitting.measure import check_runs, metrics_of
 from spalier.refitting.spend import NOTHING, Code, options_of, within, written
 from spalier.tasks.apply import apply_to_
 from spalier.tasks.base import Base
@@ -117,6 +117,8 @@ def refit_(
     with torch.inference_mode(False):
         work = _Work(net, attachment, adapter, storage)
         plain = None if calibration is None else fuse(net)
+        if plain is not None and calibration is not None:
+            check_runs(plain, calibration[1])
         made = work.approximated() if bytes is None else work.budgeted(bytes, plain, calibration)
         task = work.rewritten(made)
         found = work.replace_(task, made, plain, calibration)

@@ -66,6 +66,8 @@ def setting_name(setting: str, value: Any) -> str:
         return " ".join(map(str, value))
     if isinstance(value, str):
         return value
+    if setting == "code":  # learned directly: nothing to say
+        return ""
     return f"{setting} {'none' if value is None else json.dumps(value, default=str)}"
 
 
@@ -76,7 +78,9 @@ def method_order(task: TaskResult) -> int:
 
 
 def method_name(task: TaskResult) -> str:
-    """The method with its rank: SPLoRA-8."""
+    """The narrow form that was written, or the method with its rank: SPLoRA-8."""
+    if task.settings.get("code"):
+        return clean(str(task.settings["code"]))
     method, rank = task.settings.get("method"), task.settings.get("rank")
     name = setting_name("method", method)
     return clean(f"{name}-{rank}" if method in ("splora", "lora") and rank is not None else name)
@@ -84,7 +88,7 @@ def method_name(task: TaskResult) -> str:
 
 def label_of(task: TaskResult, names: Sequence[str]) -> str:
     """What tells a task from others, in words."""
-    return clean(", ".join(setting_name(name, task.settings.get(name)) for name in names))
+    return clean(", ".join(filter(None, (setting_name(name, task.settings.get(name)) for name in names))))
 
 
 def points(data: ReportData) -> list[Point]:

@@ -44,13 +44,15 @@ _ORDER = (*TASK_SETTINGS, "method", "rank", "criterion", "network", "schedule", 
 _RECIPE = (
     *("lr", "weight_decay", "optimizer", "epochs", "epochs_per_prune", "final_epochs", "batch_size"),
     *("lr_schedule", "schedule", "final_density", "densities", "prune_step", "prune_steps"),
+    *("codes", "storage", "refit_lr", "refit_epochs"),
 )
 _FOLLOWS = {
     "name": ("data", "classes", "image_size", "max_train_samples", "network_options", "weights", *_RECIPE),
     "data": ("name", "classes", "image_size", "max_train_samples", "network_options", "weights", *_RECIPE),
     "classes": ("max_train_samples",),
-    "recipe": (*_RECIPE, "writers", "recovery"),
-    "method": (*_RECIPE, "rank", "grad_clip"),
+    "recipe": (*_RECIPE, "learn", "writers", "recovery"),
+    "method": (*_RECIPE, "learn", "rank", "grad_clip"),
+    "learn": _RECIPE,
     "network": ("network_options", "weights", "head", "image_size"),
 }
 """Settings that may follow from another one; where they do, a label does not repeat them."""
@@ -229,6 +231,8 @@ def _load_runs(kind: str, folder: Path, paths: Sequence[Path], failed: dict[str,
     repeats = repeated(settings, {run.name: len(run.tasks) for run in runs})
     runs = [run for run in runs if run.name not in repeats]
     names = varied([first, *others])
+    if len({task.settings.get("code") for run in runs for task in run.tasks}) > 1:
+        names.append("code")
     return ReportData(kind, folder.absolute().name, runs, shared, names, failed, _newest(folder), repeats)
 
 
@@ -285,7 +289,7 @@ def _load_run(folder: Path, name: str, settings: Mapping[str, Any], failed: dict
     for path in block_files(folder):
         with _readable(path, "the row of a block, its classes and their confusion"):
             block = json.loads(path.read_text("utf-8"))
-            row, number = block["row"], int(path.stem)
+            row, number = block["row"], int(path.stem.partition("-")[0])  # a narrow form's name may follow
             if (target := measured(row.get("target"), SMALLEST)) is not None:
                 targets[number] = target
             task = str(row.get("task"))
@@ -296,7 +300,8 @@ def _load_run(folder: Path, name: str, settings: Mapping[str, Any], failed: dict
             except TaskFileError as error:
                 failed[clean(f"{name}/{task}")] = str(error)
                 continue
-            result = _task_result(file, name, settings, targets.get(number, 1.0))
+            code = {"code": clean(str(row["code"]))} if row.get("code") else {}
+            result = _task_result(file, name, {**settings, **code}, targets.get(number, 1.0))
             tasks.append(_block_result(path, block, replace(result, key=f"{name}/{file.name}")))
     return Run(name, tasks, _epochs(folder / "metrics.jsonl"), (folder / "results.json").exists(), targets)
 
@@ -304,7 +309,8 @@ def _load_run(folder: Path, name: str, settings: Mapping[str, Any], failed: dict
 def block_files(folder: Path) -> list[Path]:
     """What is known of each block that is done, in order."""
     paths = (folder / "blocks").glob("*.json")  # NN.scores.json lie beside them
-    return sorted((p for p in paths if re.fullmatch("[0-9]+", p.stem)), key=lambda p: (int(p.stem), p.name))
+    found = {p: match for p in paths if (match := re.fullmatch("([0-9]+)(-[^.]+)?", p.stem))}
+    return sorted(found, key=lambda p: (int(found[p][1]), p.name))
 
 
 def _block_result(path: Path, block: Mapping[str, Any], result: TaskResult) -> TaskResult:
@@ -320,7 +326,7 @@ def _block_result(path: Path, block: Mapping[str, Any], result: TaskResult) -> T
         numbers={**result.numbers, **_known(numbers)},
         classes=classes,
         confusion=confusion,
-        scores=_scores(path.with_suffix(".scores.json")),
+        scores=_scores(path.with_name(f"{path.stem.partition('-')[0]}.scores.json")),
         examples=_examples(sheet, examples, len(classes)) if examples and sheet.exists() else (),
     )
 
@@ -361,6 +367,7 @@ def _epochs(path: Path) -> list[Epoch]:
     with _readable(path, "metrics of a run"):
         lines = path.read_text("utf-8", errors="replace").split("\n")[:-1] if path.exists() else []
         entries = [entry for entry in map(json.loads, lines) if entry["kind"] == "epoch"]
+        entries = [entry for entry in entries if not entry.get("form")]  # narrow forms stand beside the run's own steps
         places = [_counts([entry["block"], entry["step"]], (2,)) for entry in entries]
         return [
             Epoch(block, step, measured(entry["loss"], -LARGEST), share(entry["validation"]))
@@ -484,6 +491,7 @@ def _stored(task: Task, file_bytes: int) -> TaskResult:
         "method": str(origin.get("method") or methods.get(said.adapter["kind"], said.adapter["kind"])),
         "rank": said.adapter.get("rank"),
         "storage": said.storage,
+        "code": str(origin["code"]) if origin.get("code") else None,
         "base": said.base.architecture[:8],
         "seed": origin.get("seed"),
     }

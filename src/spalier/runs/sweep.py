@@ -28,7 +28,8 @@ import torch
 from spalier.errors import ConfigError, RunError
 from spalier.runs.checkpoint import RunFolder
 from spalier.runs.run import COLUMNS, TITLES, Results, Row, TransferPruning, cell, rows_to_csv
-from spalier.runs.settings import RESUMABLE, check_known, checked, differences, read_settings, write_yaml
+from spalier.runs.settings import RESUMABLE, check_known, checked, differences
+from spalier.runs.settings_files import read_settings, write_yaml
 from spalier.text import check_integer, first_line, import_optional, mean, table
 from spalier.timing import available_cores
 
@@ -392,13 +393,14 @@ class SweepResults:
         others = [name for name in self.over if name not in averaged]
         groups: dict[str, list[Row]] = {}
         for row in self.rows:
-            key = json.dumps([[_setting(row, name) for name in others], row["target"]])
+            key = json.dumps([[_setting(row, name) for name in others], row["target"], row.get("code")])
             groups.setdefault(key, []).append(row)
         return Summary(tuple(others), [_summarised(others, rows) for rows in groups.values()])
 
 
 def _summarised(others: Sequence[str], rows: Sequence[Row]) -> Row:
     found = {name: _setting(rows[0], name) for name in others} | {"target": rows[0]["target"]}
+    found |= {"code": rows[0]["code"]} if "code" in rows[0] else {}
     for name in _MEASURED:
         of = mean([row[name] for row in rows if row[name] is not None])
         value, deviation, count = (None, None, 0) if of is None else (of.value, of.deviation, of.count)
@@ -414,11 +416,14 @@ class Summary:
     rows: Sequence[Row]
 
     def __str__(self) -> str:
-        titles = [*self.settings, "target", *(title for name in _MEASURED for title in (name, "±", "of"))]
+        codes = ["code"] if any("code" in row for row in self.rows) else []
+        titles = [*self.settings, *codes, "target", *(title for name in _MEASURED for title in (name, "±", "of"))]
         return table(titles, [list(self._cells(row)) for row in self.rows])
 
     def _cells(self, row: Row) -> Iterator[str]:
         yield from (_text(row[name]) for name in self.settings)
+        if any("code" in other for other in self.rows):
+            yield row.get("code", "-")
         yield f"{row['target']:g}"
         for name in _MEASURED:
             for share in (row[f"{name}_mean"], row[f"{name}_deviation"]):

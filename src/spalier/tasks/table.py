@@ -364,7 +364,7 @@ class _Parser:
     def _adapted(self, kind: str, sizes: list[Any], groups: int, inputs_first: bool) -> Adapted:
         if kind == "delta":
             levels, by_row = sizes
-            return Delta(self._levels(levels, 15), bool(self._number(by_row, 0, 1)), groups, inputs_first)
+            return Delta(self._levels(levels), bool(self._number(by_row, 0, 1)), groups, inputs_first)
         last = 0 if self.version == 1 else sizes.pop()  # 0 for numbers, which have no levels
         levels = last if type(last) is int and last == 0 else self._levels(last)
         if kind == "pointwise":

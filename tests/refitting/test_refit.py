@@ -1,0 +1,332 @@
+"""What was learned, in another form: the best that the form can be, on the same base, and able to go on."""
+
+import copy
+
+import pytest
+import torch
+from support import assert_unchanged, snapshot, tiny_cnn
+from torch import nn
+from trained import EXAMPLE, DigitNet, batches
+
+import spalier as sp
+from spalier import errors
+from spalier.adapters.attachment import attachment_of
+from spalier.adapters.kinds import Coded, LowRank
+
+FORMS = [sp.SPLoRA(rank=2, cap=True), sp.SPLoRA(rank=2, kernel="full", cap=True), sp.SPPaRA()]
+FORMS += [sp.SPDelta(bits=bits) for bits in (1, 2, 3, 4, 8)] + [sp.SPDelta(bits=2, scales="layer")]
+
+
+def learn_(net, size=0.02, seed=0):
+    """Move everything that learns, as training would: smoothly, with some noise."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.requires_grad and parameter.dim() > 1:
+                rows, rest = len(parameter), parameter[0].numel()
+                smooth = torch.randn(rows, 3, generator=generator) @ torch.randn(3, rest, generator=generator)
+                noise = torch.randn(rows, rest, generator=generator)
+                parameter += (size * (smooth + 0.3 * noise)).view(parameter.shape).to(parameter)
+            elif parameter.requires_grad:
+                parameter += size * torch.randn(parameter.shape, generator=generator).to(parameter)
+    return net
+
+
+def wide(base=None, density=None, writers="coupled", example=EXAMPLE, head="fc"):
+    """A network whose weights have all learned, pruned or not, and its base."""
+    torch.manual_seed(0)
+    base = (base or DigitNet()).eval()
+    net = copy.deepcopy(base)
+    sp.attach_(net, sp.FineTune(), head=head, example=example)
+    learn_(net)
+    if density is not None:
+        scores = sp.score(net, criterion="weight")
+        sp.prune_(net, sp.select(net, scores, channels=density, writers=writers))
+    return net.eval(), base
+
+
+def missing(result):
+    return sum(row.error for row in result.rows)
+
+
+@pytest.mark.parametrize("writers", ["coupled", "free"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_pruned_network_in_another_form(form, writers, tmp_path):
+    net, base = wide(density=0.6, writers=writers)
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    kept = sp.kept_units(net)
+    result = sp.refit_(net, form, batches=batches(2))
+    x = batches(1)[0][0]
+    out = net(x)
+    assert sp.kept_units(net) == kept
+    assert result.after < result.before
+    assert "weight" in str(result)
+    assert f"{result.after:,}" in str(result)
+    # masked, fused, stored and applied are one network
+    torch.testing.assert_close(sp.fuse(net)(x), out, rtol=1e-4, atol=1e-5)
+    task = sp.Task.of(net, "narrow")
+    task.save(tmp_path / "narrow.task.safetensors")
+    loaded = sp.Task.load(tmp_path / "narrow.task.safetensors")
+    torch.testing.assert_close(loaded.build(base)(x), out, rtol=1e-4, atol=1e-5)
+    again = copy.deepcopy(base)
+    loaded.apply_(again)
+    assert torch.equal(again.eval()(x), out)
+    # the base was only read, and can be had back
+    sp.detach_(net)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_it_goes_on_learning_and_pruning():
+    net, base = wide(density=0.6)
+    sp.refit_(net, sp.SPDelta(bits=2), batches=batches(2))
+    learned = [p for p in net.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=3e-3)
+    losses = []
+    net.train()
+    for _ in range(12):
+        for x, y in batches(2):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    assert sum(losses[-2:]) < 0.8 * sum(losses[:2])
+    plan = sp.select(net, sp.score(net, batches(1), loss=nn.functional.cross_entropy), channels=0.4)
+    sp.prune_(net, plan, optimizer=optimizer, recover=batches(2))  # which is compared with the masked network
+    net.eval()
+    x = batches(1)[0][0]
+    torch.testing.assert_close(sp.Task.of(net, "on").build(base)(x), net(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["center", "full"])
+def test_low_rank_without_data_is_the_svd(kernel):
+    net, base = wide(base=DigitNet().double(), example=EXAMPLE.double())
+    deltas = {n: (net.get_parameter(n) - p).detach() for n, p in base.named_parameters() if "conv" in n}
+    sp.refit_(net, sp.SPLoRA(rank=1, kernel=kernel))
+    for name, delta in deltas.items():
+        layer = net.get_submodule(name.removesuffix(".weight"))
+        made = (layer.weight_adapter(layer.weight) - layer.weight).detach()
+        taps = delta if kernel == "full" else delta[..., delta.shape[2] // 2, delta.shape[3] // 2]
+        left = made if kernel == "full" else made[..., delta.shape[2] // 2, delta.shape[3] // 2]
+        best = torch.linalg.svdvals(taps.flatten(1))[1:].square().sum()
+        torch.testing.assert_close((taps - left).square().sum(), best, rtol=1e-6, atol=1e-9)
+
+
+def test_with_batches_the_layer_returns_more_of_what_it_did():
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 4)).double()
+    x = torch.randn(256, 3).double() @ torch.randn(3, 12).double() + 0.1 * torch.randn(256, 12).double()
+    found = {}
+    for given in (None, [x]):
+        net = copy.deepcopy(base)
+        sp.attach_(net, sp.FineTune(), head="2")
+        learn_(net, 0.3)
+        wanted = net[0](x).detach()
+        sp.refit_(net, sp.SPLoRA(rank=1), batches=given)
+        found[given is None] = float((net[0](x) - wanted).square().mean().detach())
+    assert found[False] < 0.8 * found[True]
+    # reduced-rank regression, by brute force: the best rank-one map from these inputs to what the base misses
+    net = copy.deepcopy(base)
+    sp.attach_(net, sp.FineTune(), head="2")
+    learn_(net, 0.3)
+    target = (net[0](x) - base[0](x)).detach() - (net[0].bias - base[0].bias).detach()
+    left, sizes, right = torch.linalg.svd(x @ torch.linalg.lstsq(x, target).solution, full_matrices=False)
+    best = float((target - sizes[0] * left[:, :1] @ right[:1]).square().mean())
+    assert found[False] <= 1.2 * best + 1e-9  # the ridge holds it back a little
+
+
+@pytest.mark.parametrize("adapter", [sp.SPLoRA(rank=3), sp.SPPaRA(), sp.SPDelta(bits=4)], ids=str)
+def test_from_any_adapter_to_all_weights_and_back(adapter):
+    torch.manual_seed(0)
+    base = DigitNet().eval()
+    net = copy.deepcopy(base)
+    sp.attach_(net, adapter, head="fc", example=EXAMPLE)
+    learn_(net)
+    net.eval()
+    x = batches(1)[0][0]
+    out = net(x).detach()
+    result = sp.refit_(net, sp.FineTune())
+    torch.testing.assert_close(net(x), out, rtol=1e-4, atol=1e-5)
+    assert missing(result) == 0
+    assert all(p.requires_grad for p in net.parameters())
+    sp.refit_(net, sp.SPDelta(bits=8))
+    torch.testing.assert_close(net(x), out, rtol=0.05, atol=0.05)
+
+
+def test_biases_and_whatever_no_adapter_fits_stay_as_they_were_learned():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.place = nn.Parameter(torch.zeros(5, 8))
+            self.layers = nn.Sequential(nn.Linear(8, 8), nn.GRU(8, 8, batch_first=True))
+            self.fc = nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.fc(self.layers(x + self.place)[0].mean(1))
+
+    torch.manual_seed(0)
+    base = Net()
+    net = copy.deepcopy(base)
+    sp.attach_(net, sp.FineTune(), head="fc")
+    learn_(net)
+    learned = {name: p.detach().clone() for name, p in net.named_parameters()}
+    sp.refit_(net, sp.SPDelta(bits=1))
+    for name in ("place", "layers.0.bias", "layers.1.weight_ih_l0", "fc.weight"):
+        assert torch.equal(net.get_parameter(name), learned[name]), name
+        assert net.get_parameter(name).requires_grad, name
+    x = torch.randn(2, 5, 8)
+    again = copy.deepcopy(base)
+    sp.Task.of(net, "t").apply_(again)
+    assert torch.equal(again(x), net(x))
+    assert torch.equal(base.place, torch.zeros(5, 8))
+
+
+def test_every_kind_of_layer():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(20, 8, padding_idx=0)
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.convs = nn.Sequential(
+                nn.Conv1d(8, 8, 3, padding=1, groups=2), nn.Conv1d(8, 8, 3, padding=1, groups=8),
+                nn.ConvTranspose1d(8, 6, 2, groups=2),
+            )  # fmt: skip
+            self.fc = nn.Linear(6, 3)
+
+        def forward(self, x):
+            x = self.words(x)
+            x = x + self.attention(x, x, x)[0]
+            return self.fc(self.convs(x.mT).mean(2))
+
+    x = torch.randint(0, 20, (4, 7), generator=torch.Generator().manual_seed(0))
+    for form in (sp.SPDelta(bits=8), sp.SPLoRA(rank=1, kernel="full")):
+        torch.manual_seed(0)
+        base = Net().eval()
+        net = copy.deepcopy(base)
+        sp.attach_(net, sp.FineTune(), head="fc")
+        learn_(net, 0.1)
+        with torch.no_grad():
+            net.words.weight[0] = 0  # that row never learns
+        out = net(x).detach()
+        result = sp.refit_(net, form, batches=[x])
+        assert {row.name for row in result.rows} == {
+            "words.weight", "attention.in_proj_weight", "attention.out_proj.weight",
+            "convs.0.weight", "convs.1.weight", "convs.2.weight",
+        }  # fmt: skip
+        if isinstance(form, sp.SPDelta):
+            torch.testing.assert_close(net(x), out, rtol=0.05, atol=0.02)
+        torch.testing.assert_close(sp.Task.of(net, "t").build(base)(x), net(x))
+        (net(x) ** 2).sum().backward()
+        assert all(p.grad is not None for p in net.parameters() if p.requires_grad)
+
+
+def test_an_optimizer_is_told():
+    net, _ = wide()
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-3)
+    nn.functional.cross_entropy(net(batches(1)[0][0]), batches(1)[0][1]).backward()
+    optimizer.step()
+    sp.refit_(net, sp.SPLoRA(rank=2, cap=True), optimizer=optimizer)
+    trained = {p for group in optimizer.param_groups for p in group["params"]}
+    assert trained == {p for p in net.parameters() if p.requires_grad}
+    assert not optimizer.state
+    nn.functional.cross_entropy(net(batches(1)[0][0]), batches(1)[0][1]).backward()
+    optimizer.step()
+
+
+# budgets of bytes
+
+
+def test_a_budget_is_met_to_a_hundredth_and_more_bytes_say_more():
+    lost = []
+    for budget in (6_000, 12_000, 24_000):
+        net, base = wide()
+        result = sp.refit_(net, bytes=budget, batches=batches(2))
+        task = sp.Task.of(net, "spent")
+        size = len(task.to_bytes(storage="fp16"))
+        assert size == result.after
+        assert 0.99 * budget <= size <= budget
+        x = batches(1)[0][0]
+        torch.testing.assert_close(task.build(base)(x), net(x), rtol=1e-4, atol=1e-5)
+        lost.append(missing(result))
+        kinds = {type(entry.update) for entry in attachment_of(net).updated}
+        assert kinds <= {Coded, LowRank}
+    assert lost[0] > lost[1] > lost[2]
+
+
+def test_a_budget_is_spent_where_the_loss_feels_it():
+    net, _ = wide()
+    with torch.no_grad():  # nothing of the last block gets through
+        net.layers[2].bn2.weight.zero_()
+        net.layers[2].bn2.bias.zero_()
+    result = sp.refit_(net, bytes=9_000, batches=batches(2))
+    spent = {row.name: row.after for row in result.rows}
+    assert spent["layers.2.conv2.weight"] == 0
+    assert spent["layers.1.conv2.weight"] > 0
+
+
+def test_a_budget_that_is_more_than_enough():
+    net, _ = wide()
+    x = batches(1)[0][0]
+    out = net(x).detach()
+    result = sp.refit_(net, bytes=10_000_000)
+    assert result.after < 10_000_000
+    torch.testing.assert_close(net(x), out, rtol=0.05, atol=0.05)
+
+
+def test_bits_of_codes_count_in_a_budget_of_bytes():
+    net, _ = wide()
+    plan = sp.select(net, sp.score(net, criterion="weight"), channels=0.5)
+    before = plan.prediction.task_bytes
+    sp.refit_(net, sp.SPDelta(bits=1))
+    plan = sp.select(net, sp.score(net, criterion="weight"), channels=0.5)
+    assert plan.prediction.task_bytes < before / 4
+
+
+# what is refused
+
+
+def refused(error, words, net, *args, **kwargs):
+    before = snapshot(net)
+    with pytest.raises(error, match=words):
+        sp.refit_(net, *args, **kwargs)
+    assert_unchanged(net, before)
+
+
+def test_what_is_refused_changes_nothing():
+    net, _ = wide(density=0.3)
+    refused(errors.RankError, "can use now.*cap=True", net, sp.SPLoRA(rank=40))
+    refused(errors.ConfigError, "an adapter such as", net)
+    refused(errors.ConfigError, "and not both", net, sp.SPDelta(), bytes=5000)
+    refused(errors.ConfigError, "cannot write", net, sp.LoRA(rank=1))
+    refused(errors.ConfigError, "expected one such as", net, sp.SPDelta)
+    refused(errors.ConfigError, "bytes", net, bytes=-1)
+    refused(errors.BudgetError, "without any delta", net, bytes=100)
+    refused(errors.RecoveryError, "there are none", net, sp.SPDelta(), batches=[])
+    refused(errors.RecoveryError, "does not run", net, sp.SPDelta(), batches=[torch.zeros(2, 5, 8, 8)])
+    refused(errors.RecoveryError, "NaN", net, bytes=20_000, batches=[torch.full((2, 1, 8, 8), torch.nan)])
+    refused(errors.RecoveryError, "NaN", net, sp.SPDelta(), batches=[torch.full((2, 1, 8, 8), torch.nan)])
+
+
+def test_nothing_learned_and_nan_and_no_adapter():
+    net = tiny_cnn()
+    with pytest.raises(errors.AttachmentError, match="not adapted"):
+        sp.refit_(net, sp.SPDelta())
+    sp.attach_(net, sp.FineTune(), head="8")
+    refused(errors.AttachmentError, "nothing has been learned", net, sp.SPDelta())
+    with torch.no_grad():
+        net[0].weight[0] = torch.nan
+    refused(errors.NonFiniteError, "NaN", net, sp.SPDelta())
+
+
+def test_codes_of_a_budget_are_found_in_the_network_again(tmp_path):
+    net, base = wide(density=0.6)
+    sp.refit_(net, bytes=8_000, batches=batches(2))
+    sp.Task.of(net, "spent").save(tmp_path / "spent.task.safetensors", storage="fp16")
+    task = sp.Task.load(tmp_path / "spent.task.safetensors")
+    assert task.info.adapter == {"kind": "ByLayer"}
+    again = copy.deepcopy(base)
+    task.apply_(again, example=EXAMPLE)
+    x = batches(1)[0][0]
+    torch.testing.assert_close(again.eval()(x), task.build(base)(x), rtol=1e-5, atol=1e-5)
+    assert task.build(base)(x).shape == (64, 10)
