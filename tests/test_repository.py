@@ -50,7 +50,7 @@ UPWARDS = {
     ("tasks/task.py", "spalier.tasks.store"): _METHODS,
     ("tasks/store.py", "spalier.tasks.hub"): _METHODS,
 }
-ADAPTER_LAYERS = [{"geometry"}, {"kinds"}, {"forward"}, {"attachment"}, {"attach"}]
+ADAPTER_LAYERS = [{"geometry", "codes"}, {"kinds"}, {"forward", "targets"}, {"attachment"}, {"attach"}]
 STRUCTURE_LAYERS = [
     {"labels"},
     {"graph"},
@@ -68,7 +68,8 @@ PRUNING_LAYERS = [
 CRITERIA_LAYERS = [{"probe", "relevance"}, {"criterion"}, {"lrp"}, {"score"}]
 TASKS_LAYERS = [
     {"format"},
-    {"table"},
+    {"rows"},
+    {"table", "numbers"},
     {"task"},
     {"base"},
     {"build", "extract"},

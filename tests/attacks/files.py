@@ -277,10 +277,10 @@ def _dtypes() -> None:
             _case(f"{name} as {dtype!a}", "dtype", lambda n=name, d=dtype: _header(_set(n, "dtype", d)))
     for dtype in ("F16", "F64", "I8"):
         _change(
-            f"scales as {dtype}",
+            f"scales as {dtype} in format 1",
             "dtype",
             lambda parts, d=dtype: parts.set_numbers("scales", [1] * len(parts.numbers("scales")), d),
-            "int8",
+            "old int8",
         )
 
 
@@ -329,7 +329,7 @@ def _foreign() -> None:
 
 def _versions() -> None:
     for name, version in {
-        "2": 2,
+        "3": 3,
         "0": 0,
         "text": "1",
         "bool": True,
@@ -340,6 +340,8 @@ def _versions() -> None:
         "escape": "\x1b[2J",
     }.items():
         _change(f"format {name}", "version", _say(format=version))
+    _change("format 1 with the table of format 2", "table", _say(format=1))
+    _change("format 2 with the table of format 1", "table", _say(format=2), "old")
     _change("no format", "version", lambda parts: parts.description.pop("format"))
 
 
@@ -482,7 +484,7 @@ def _tables() -> None:
 
 
 def _fields_of_table() -> None:
-    for field in ("streams", "writers", "rows", "attributes", "heads", "folds"):
+    for field in ("streams", "writers", "rows", "axes", "attributes", "heads", "folds"):
         _change(f"table without {field}", "table", lambda parts, f=field: parts.table.pop(f))
         for kind, value in {"null": None, "text": "x", "number": 1, "[1]": [1], "[[1]]": [[1]]}.items():
             _change(f"{field} {kind}", "table", _tell(**{field: value}))
@@ -548,7 +550,7 @@ def _with_writer(module: str, name: str = "w", mask: bytes = b"\x01") -> Callabl
 
 
 def _integers(parts: Parts) -> None:
-    parts.table["rows"][1][3:] = [[[]], ["integers"]]
+    parts.table["rows"][1][3:] = [[0], ["integers"]]
     parts.description["integers"] = [[0, 8], *parts.description["integers"]]
 
 
@@ -584,44 +586,73 @@ def _sources() -> None:
         ["base", 1],
         ["values", 1],
         ["low-rank"],
-        ["low-rank", 2, 1, 1],
-        ["low-rank", 2, 1, 3, 0],  # eight outputs are not three groups
+        ["low-rank", 2, 1, 0, 1],
+        ["low-rank", 2, 1, 0, 3, 0],  # eight outputs are not three groups
+        ["low-rank", 2, 1, 1, 0],  # of format 1
         [["base"]],
         ["integers"],
         ["integers", 1],
     )
     wrong = (
-        ["low-rank", 0, 1, 1, 0],
-        ["low-rank", -1, 1, 1, 0],
-        ["low-rank", 2.0, 1, 1, 0],
-        ["low-rank", 2, 1, 1, 2],
-        ["low-rank", 2, 1, 1, True],
+        ["low-rank", 0, 1, 0, 1, 0],
+        ["low-rank", -1, 1, 0, 1, 0],
+        ["low-rank", 2.0, 1, 0, 1, 0],
+        ["low-rank", 2, 1, 0, 1, 2],
+        ["low-rank", 2, 1, 0, 1, True],
         ["pointwise", 1],
+        ["pointwise", 1, 0],
     )
-    huge = (["low-rank", 2**31, 1, 1, 0], ["low-rank", True, 1, 1, 0], ["low-rank", 10**400, 1, 1, 0])
+    huge = (["low-rank", 2**31, 1, 0, 1, 0], ["low-rank", True, 1, 0, 1, 0], ["low-rank", 10**400, 1, 0, 1, 0])
     for source in (*unknown, *wrong, *huge):
         _change(f"source {str(source)[:40]}", "table", _row(0, 4, source))
     for source in (
-        ["low-rank", 2**31 - 1, 1, 1, 0],
-        ["low-rank", 2**31 - 1, 2**31 - 1, 1, 0],
-        ["low-rank", 1, 1, 1, 0],
-        ["low-rank", 2, 9, 1, 0],
-        ["low-rank", 2, 1, 2, 0],
-        ["low-rank", 2, 1, 1, 1],  # as many numbers, and the weight the other way round
-        ["low-rank-whole", 2, 1, 1, 0],
-        ["pointwise", 1, 0],
-        ["pointwise", 8, 1],
+        ["low-rank", 2**31 - 1, 1, 0, 1, 0],
+        ["low-rank", 2**31 - 1, 2**31 - 1, 0, 1, 0],
+        ["low-rank", 1, 1, 0, 1, 0],
+        ["low-rank", 2, 9, 0, 1, 0],
+        ["low-rank", 2, 1, 0, 2, 0],
+        ["low-rank", 2, 1, 0, 1, 1],  # as many numbers, and the weight the other way round
+        ["low-rank", 2, 1, 7, 1, 0],
+        ["low-rank-whole", 2, 1, 0, 1, 0],
+        ["pointwise", 0, 1, 0],
+        ["pointwise", 0, 8, 1],
+        ["delta", 2, 1, 1, 0],
         ["values"],
         ["base"],
     ):
         _change(f"source {source} that lies", "sizes", _row(0, 4, source), signed=True)
-    _change("an adapter on a bias", "table", _row(1, 4, ["low-rank", 2, 1, 1, 0]))
-    _change("an adapter on a norm", "table", _row(2, 4, ["pointwise", 1, 0]))
+    for source in (["low-rank", 2**31 - 1, 1, 1, 0], ["low-rank", 2, 9, 1, 0], ["low-rank", 2, 1, 1, 1]):
+        _change(f"source {source} that lies in format 1", "sizes", _row(0, 4, source), "old", signed=True)
+    for source in (["low-rank", 2, 1, 0, 1, 0], ["delta", 2, 1, 1, 0], ["pointwise", 0, 1, 0], [["base"]]):
+        _change(f"source {source} in format 1", "table", _row(0, 4, source), "old")
+    _change("an adapter on a bias", "table", _row(1, 4, ["low-rank", 2, 1, 0, 1, 0]))
+    _change("an adapter on a norm", "table", _row(2, 4, ["pointwise", 0, 1, 0]))
+    _change("a delta on a bias", "table", _row(1, 4, ["delta", 2, 1, 1, 0]))
+
+
+def _on(masks: object) -> Callable[[Parts], object]:
+    """These masks on the axis of a bias of eight numbers, in whichever format."""
+
+    def change(parts: Parts) -> None:
+        if "axes" in parts.table:
+            parts.table["axes"].append(masks)
+            masks_or_number: Any = len(parts.table["axes"])
+        else:
+            masks_or_number = masks
+        parts.table["rows"][1][3] = [masks_or_number]
+
+    return change
+
+
+def _lie(name: str, code: str, masks: object) -> None:
+    """A case for both formats."""
+    _change(name, code, _on(masks))
+    _change(f"{name} in format 1", code, _on(masks), "old")
 
 
 def _patterns() -> None:
     for pattern in ([0, 8, 1, 2], [0, 0, 0, 0], [0, 2**31, 2**31, 2**31], [0, 4, 1, 1], [0, 1, 16, 1]):
-        _change(f"pattern {pattern}", "mask", _row(1, 3, [[pattern]]))
+        _lie(f"pattern {pattern}", "mask", [pattern])
     for pattern in (
         [0],
         [0, 8, 1],
@@ -632,31 +663,43 @@ def _patterns() -> None:
         [0, "x"],
         [0, 1],
     ):
-        _change(f"pattern {pattern}", "table", _row(1, 3, [[pattern]]))
+        _lie(f"pattern {pattern}", "table", [pattern])
     for units in ([0] * 7, [0] * 9, [], [8] * 8):
-        _change(f"units {units}", "mask", _row(1, 3, [[[0, units]]]))
+        _lie(f"units {units}", "mask", [[0, units]])
     for units in ([-2] * 8, [True] * 8, [0.5] * 8, ["0"] * 8, [2**40] * 8):
-        _change(f"units {units}", "table", _row(1, 3, [[[0, units]]]))
-    _change("a pattern of 2^30 indices", "table", lambda p: _add_pattern(p, 2**30))
-    _change("a thousand patterns", "table", lambda p: [_add_pattern(p, 2**20) for _ in range(1000)])
+        _lie(f"units {units}", "table", [[0, units]])
+    for kind in ("exact", "old"):
+        where = "" if kind == "exact" else " in format 1"
+        _change(f"a pattern of 2^30 indices{where}", "table", lambda p: _add_pattern(p, 2**30), kind)
+        many = lambda p: [_add_pattern(p, 2**20) for _ in range(1000)]  # noqa: E731
+        _change(f"a thousand patterns{where}", "table", many, kind)
+        _change(f"the same mask without end{where}", "table", _many_masks, kind)
     for mask in (-1, 2, 10**9, 1):
-        _change(f"mask {mask} on an axis", "mask", _row(1, 3, [[mask]]))
+        _lie(f"mask {mask} on an axis", "mask", [mask])
     for mask in (True, 0.0, "0", None, {}):
-        _change(f"mask {mask!r} on an axis", "table", _row(1, 3, [[mask]]))
-    _change("masks for fewer axes", "table", _row(0, 3, [[0]]))
-    _change("the same mask without end", "table", _many_masks)
+        _lie(f"mask {mask!r} on an axis", "table", [mask])
+    _change("masks for fewer axes", "table", _row(0, 3, [1]))
+
+
+def _add_row(parts: Parts, size: int, masks: list[Any], source: str) -> None:
+    """One more tensor of one axis with these masks."""
+    on: Any = masks
+    if "axes" in parts.table:
+        parts.table["axes"].append(masks)
+        on = len(parts.table["axes"])
+    parts.table["rows"].append(["0", [f"k{len(parts.table['rows'])}"], [size], [on], [source]])
 
 
 def _add_pattern(parts: Parts, size: int) -> None:
-    name = f"k{len(parts.table['rows'])}"
-    parts.table["rows"].append(["0", [name], [size], [[[0, 8, size // 8, 1]]], ["base"]])
+    _add_row(parts, size, [[0, 8, size // 8, 1]], "base")
 
 
 def _many_masks(parts: Parts) -> None:
     """Axes that all have the same mask, each another number of times: 300 lists of 64 thousand indices."""
     parts.table["streams"].append(["big", 64_000])
     _masks(lambda raw: raw + b"\x7f" * 8000)(parts)
-    parts.table["rows"] += [["0", [f"k{n}"], [64_000], [[2] * n], ["values"]] for n in range(1, 300)]
+    for count in range(1, 300):
+        _add_row(parts, 64_000, [2] * count, "values")
 
 
 def _attributes() -> None:
@@ -716,10 +759,15 @@ def _numbers() -> None:
         _change(f"{number} in scales", "non-finite", _with_number("scales", "F32", number), "int8")
     for by in (1, -1):
         _change(f"scales longer by {by}", "sizes", _longer("scales", by), "int8")
-        _change(f"codes longer by {by}", "sizes", _longer("adapters", by), "int8")
+        _change(f"codes longer by {by}", "sizes", _longer("codes", by), "int8")
+        _change(f"scales longer by {by} in format 1", "sizes", _longer("scales", by), "old int8")
+        _change(f"codes longer by {by} in format 1", "sizes", _longer("adapters", by), "old int8")
     _change("scales without need", "sizes", lambda p: p.tensors.update(scales=("F32", bytes(4))))
-    _change("codes without being said", "metadata", _say(storage="exact"), "int8")
+    _change("codes without being said", "metadata", _say(storage="exact"), "old int8")
+    _change("int8 that is not said in format 1", "metadata", _say(storage="int8"), "old")
     _change("scales beyond floats", "overflow", _all("scales", 3e38, "F32"), "int8")
+    _change("scales beyond floats in format 1", "overflow", _all("scales", 3e38, "F32"), "old int8")
+    _change("a byte beyond 127 in format 1", "codes", _with_number("adapters", "I8", -128), "old int8")
     _change("adapters beyond floats", "overflow", _all("adapters", 3e38, "F32"))
     _change("adapters of 1e200", "overflow", _all("adapters", 1e200, "F64"))
     _change("adapters of 1e308", "overflow", _all("adapters", 1.7e308, "F64"))

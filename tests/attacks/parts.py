@@ -32,22 +32,42 @@ def base() -> nn.Module:
         return tiny_cnn().eval()
 
 
+ADAPTERS = {
+    "splora": spalier.SPLoRA(rank=2),
+    "delta": spalier.SPDelta(bits=1),
+    "deflated": spalier.SPDelta(bits=2, scales="layer"),  # all codes are 0 to begin with
+    "by layer": spalier.ByLayer({"0.weight": spalier.SPDelta(bits=2), "3.weight": spalier.SPLoRA(rank=2)}),
+}
+
+
 @cache
-def task(storage: str = "exact") -> spalier.Task:
+def task(kind: str = "splora") -> spalier.Task:
     """A small task on that base: half of the first stream, and ten of twelve of the second."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(6)
         net = copy.deepcopy(base())
-        spalier.attach_(net, spalier.SPLoRA(rank=2), head="8", example=example())
+        spalier.attach_(net, ADAPTERS[kind], head="8", example=example())
         structure = attachment_of(net).structure
         spalier.prune_(net, spalier.Plan(structure, {"0": [0, 2, 3, 5], "3": range(10)}))
-        awaken_(net)
+        if kind != "deflated":
+            awaken_(net)
+        if kind == "by layer":
+            factors = net[3].weight_adapter
+            factors.levels, factors.down_scale, factors.up_scale = 15, torch.full((2,), 0.1), torch.full((2,), 0.1)
         return spalier.Task.of(net, "a", metrics={"accuracy": 0.5}, classes=["x", "y", "z"])
 
 
+OLD = {"old": "exact", "old int8": "int8"}
+KINDS = ("exact", "int8", "delta", "deflated", "by layer", *OLD)
+"""Of valid files: SPLoRA in two storages, codes in three ways, and SPLoRA in format 1."""
+
+
 @cache
-def valid(storage: str = "exact") -> bytes:
-    return task().to_bytes(storage=storage)
+def valid(kind: str = "exact") -> bytes:
+    """A valid file: of a kind of adapter, or of SPLoRA in a storage, or that in format 1."""
+    if kind in OLD:
+        return pack(in_format_1(unpack(valid(OLD[kind]))))
+    return task(kind).to_bytes() if kind in ADAPTERS else task().to_bytes(storage=kind)
 
 
 @dataclass
@@ -91,6 +111,22 @@ def unpack(data: bytes) -> Parts:
     description = json.loads(header.pop("__metadata__")["spalier.task"])
     raw = {name: (spec["dtype"], body[slice(*spec["data_offsets"])]) for name, spec in header.items()}
     return Parts(description, json.loads(zlib.decompress(raw.pop("table")[1])), raw)
+
+
+def in_format_1(parts: Parts) -> Parts:
+    """What format 1 has in place of these parts: masks in the rows, no levels, bytes as numbers."""
+    parts.description["format"] = 1
+    del parts.description["table"]
+    axes = [[], *parts.table.pop("axes")]
+    for row in parts.table["rows"]:
+        row[3] = [axes[number] for number in row[3]]
+        if row[4][0] == "low-rank":
+            del row[4][3]
+    if parts.description["storage"] == "int8":
+        _, raw = parts.tensors.pop("codes")
+        parts.set_numbers("adapters", [digit - 127 for digit in raw], "I8")
+        parts.set_numbers("scales", parts.numbers("scales"), "F32")
+    return parts
 
 
 def split(data: bytes) -> tuple[dict[str, Any], bytes]:

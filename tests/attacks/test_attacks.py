@@ -19,12 +19,16 @@ from support import assert_unchanged, awaken_, snapshot, tiny_cnn
 from torch import nn
 
 import spalier
-from attacks.files import CASES, HOSTILE_TEXT, MARKUP, nested, pickled, saved
+from attacks.coded_files import CODED
+from attacks.files import CASES as OTHERS
+from attacks.files import HOSTILE_TEXT, MARKUP, nested, pickled, saved
+from attacks.parts import KINDS as VALID
 from attacks.parts import base, changed, example, join, pack, split, task, unpack, valid
 from spalier import files
 from spalier.errors import TASK_FILE_CODES, TaskFileError
 from spalier.tasks import SUFFIX, check_name
 
+CASES = {**OTHERS, **CODED}
 SECONDS = 10
 """What no refusal may take of a processor, however slow; nearly all take milliseconds."""
 MEGABYTES = 128
@@ -65,10 +69,14 @@ def untouched():
 
 
 def test_the_files_that_are_changed_are_valid(tmp_path, untouched):
-    for storage in ("exact", "int8", "fp16", "bf16"):
+    for storage in (*VALID, "fp16", "bf16"):
         for data in (valid(storage), changed(lambda parts: None, storage)):
-            built = spalier.Task.load(written(tmp_path, data)).build(untouched, fold=True)
-            assert built(example()).isfinite().all()
+            loaded = spalier.Task.load(written(tmp_path, data))
+            found = loaded.build(untouched, fold=True)(example())
+            assert found.isfinite().all()
+            again = copy.deepcopy(untouched)
+            loaded.apply_(again)
+            torch.testing.assert_close(again.eval()(example()), found, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", CASES, ids=ascii)
@@ -94,6 +102,12 @@ def test_a_hostile_file_is_refused(name, tmp_path, untouched):
         "stream of 2^31-1 units",
         "a pattern of 2^30 indices",
         "a thousand patterns",
+        "a thousand patterns in format 1",
+        "a thousand axes of runs",
+        "runs of 2^31-1 indices",
+        "codes that inflate to a gigabyte",
+        "codes that inflate to more than is said",
+        "a rank of 2^31-1 in codes",
         "pattern [0, 2147483648, 2147483648, 2147483648]",
         "the same mask without end",
         "80 thousand tensors",
@@ -113,7 +127,7 @@ def test_a_small_file_does_not_take_much_memory(name, tmp_path):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("storage", ["exact", "int8"])
+@pytest.mark.parametrize("storage", ["exact", "int8", "by layer"])
 def test_a_file_cut_anywhere_is_truncated(storage, tmp_path, untouched):
     data = valid(storage)
     path = written(tmp_path, b"")
@@ -174,6 +188,53 @@ def test_a_sparse_file_of_a_terabyte_is_not_read(tmp_path):
     os.truncate(path, 1 << 40)
     with refused("too-large"):
         spalier.Task.load(path)
+
+
+ADAPTERS = {
+    "no kind": {"kind": "Adapter"},
+    "another kind": {"kind": "SPLoRA", "rank": 2},
+    "no adapter": {"kind": "FineTune"},
+    "other bits": {"kind": "SPDelta", "bits": 2},
+    "bits that there are not": {"kind": "SPDelta", "bits": 5},
+    "bits as text": {"kind": "SPDelta", "bits": "1"},
+    "one scale": {"kind": "SPDelta", "bits": 1, "scales": "layer"},
+    "other scales": {"kind": "SPDelta", "bits": 1, "scales": ["row"]},
+    "a scale of nothing": {"kind": "SPDelta", "bits": 1, "init_range": 0},
+    "settings that there are not": {"kind": "SPDelta", "bits": 1, "rank": 2},
+    "layers with settings": {"kind": "ByLayer", "adapters": {"0.weight": 1}},
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_unlike_the_table_is_not_applied(name, tmp_path, untouched):
+    data = changed(lambda parts: parts.description.update(adapter=ADAPTERS[name]), "delta")
+    loaded = spalier.Task.load(written(tmp_path, data))
+    loaded.build(untouched)  # which does not need it
+    with refused("metadata"):
+        loaded.apply_(untouched)
+
+
+def test_layers_of_all_kinds_are_applied_whatever_their_codes(tmp_path, untouched):
+    """A stranger may code what Spalier does not: matrices of pointwise adapters, and scales may be negative."""
+
+    def change(parts):
+        parts.table["rows"][0][4] = ["pointwise", 7, 1, 0]
+        codes = [4] * 6 + parts.numbers("codes")[-12:]  # 12 codes of 7 levels, then the factors' of 15
+        parts.set_numbers("codes", codes)
+        parts.set_numbers("scales", [-0.1, 0.2, 0.0, 0.3, *parts.numbers("scales")[4:]])
+
+    path = written(tmp_path, changed(change, "by layer"))
+    built, net = spalier.Task.load(path).build(untouched), copy.deepcopy(untouched)
+    spalier.Task.load(path).apply_(net)
+    torch.testing.assert_close(net.eval()(example()), built(example()))
+
+
+def test_negative_scales_of_signs_are_applied(tmp_path, untouched):
+    data = changed(lambda p: p.set_numbers("scales", [-0.1] * len(p.numbers("scales"))), "delta")
+    loaded, net = spalier.Task.load(written(tmp_path, data)), copy.deepcopy(untouched)
+    loaded.apply_(net)
+    torch.testing.assert_close(net.eval()(example()), loaded.build(untouched)(example()))
+    assert float(net[0].weight_adapter.scale.min()) > 0
 
 
 # other formats

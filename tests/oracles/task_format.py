@@ -27,6 +27,19 @@ def read(path):
     return description, json.loads(zlib.decompress(tensors["table"].tobytes())), tensors
 
 
+def rows_of(version, table):
+    """The rows as version 2 would have them, with the masks of each axis in place of its number."""
+    if version == 2:
+        axes = [[], *table["axes"]]
+        return [[path, keys, shape, [axes[n] for n in on], source] for path, keys, shape, on, source in table["rows"]]
+    rows = []
+    for path, keys, shape, on, source in table["rows"]:
+        if source[0] in ("low-rank", "low-rank-whole", "pointwise"):
+            source = [*source[:-2], 0, *source[-2:]]
+        rows.append([path, keys, shape, on, source])
+    return rows
+
+
 def masks_of(table, packed):
     sizes = [units for _, units in table["streams"]]
     sizes += [sizes[stream] for _, stream, _, _ in table["writers"]]
@@ -37,34 +50,30 @@ def masks_of(table, packed):
     return masks
 
 
+def unit_of(on, index):
+    """The mask, and the unit that an index of an axis belongs to; -1 for none."""
+    if isinstance(on, int):
+        return on, index
+    if len(on) == 4:
+        mask, units, run, _ = on
+        return mask, index // run % units
+    mask, entries = on
+    if not isinstance(entries[0], list):
+        return mask, entries[index]
+    for start, unit, count, repeat in entries:
+        if start <= index < start + count * repeat:
+            return mask, unit + (index - start) // repeat
+    return mask, -1
+
+
 def stays(axis, size, masks):
     """The indices of an axis that stay."""
     left = []
     for i in range(size):
-        keep = True
-        for on in axis:
-            if isinstance(on, int):
-                keep = keep and masks[on][i]
-            elif len(on) == 4:
-                mask, units, run, _ = on
-                keep = keep and masks[mask][i // run % units]
-            else:
-                unit = on[1][i]
-                keep = keep and (unit < 0 or masks[on[0]][unit])
-        if keep:
+        units = [unit_of(on, i) for on in axis]
+        if all(unit < 0 or masks[mask][unit] for mask, unit in units):
             left.append(i)
     return left
-
-
-def numbers(tensors, adapters):
-    """All numbers of the adapters, given how many rows of which length they have."""
-    flat = tensors["adapters"].astype(np.float32 if tensors["adapters"].dtype == np.int8 else np.float64)
-    if tensors["adapters"].dtype == np.int8:
-        place = 0
-        for row, length in enumerate(length for rows, length in adapters for _ in range(rows)):
-            flat[place : place + length] *= tensors["scales"][row]
-            place += length
-    return flat.astype(np.float64)
 
 
 def sides(shape, left, groups, inputs_first):
@@ -75,67 +84,128 @@ def sides(shape, left, groups, inputs_first):
 
 
 def matrices(rows, masks):
-    """The matrices of all adapters: how many rows each has, and how long these are."""
+    """The matrices of all adapters: rows, their length, levels, and how many scales there are."""
     found = []
     for _, _, shape, axes, (kind, *sizes) in rows:
         left = [stays(axis, size, masks) for axis, size in zip(axes, shape, strict=True)]
         if kind.startswith("low-rank"):
-            rank, taps, groups, inputs_first = sizes
+            rank, taps, levels, groups, inputs_first = sizes
             every = [range(size) for size in shape]
             inputs, outputs, _ = sides(shape, every if kind.endswith("whole") else left, groups, inputs_first)
-            found += [(rank, inputs * taps), (rank, outputs)]
+            found += [(rank, inputs * taps, levels, rank), (rank, outputs, levels, rank)]
         elif kind == "pointwise":
-            inputs, outputs, groups = sides(shape, left, *sizes)
-            found.append((outputs, inputs // groups))
+            levels, groups, inputs_first = sizes
+            inputs, outputs, many = sides(shape, left, groups, inputs_first)
+            found.append((outputs, inputs // many, levels, outputs))
+        elif kind == "delta":
+            levels, by_row, _, _ = sizes
+            first, *others = (len(index) for index in left)
+            found.append((first, int(np.prod(others)), levels, first if by_row else 1))
+    return found
+
+
+def code_bytes(description, tensors):
+    """The bytes of all codes."""
+    raw = tensors["codes"].tobytes() if "codes" in tensors else b""
+    if "codes" not in description:
+        return raw
+    data = zlib.decompress(raw)
+    assert len(data) == description["codes"] <= 16 * len(raw)
+    return data
+
+
+def codes_of(data, count, levels):
+    """Codes from the front of some bytes, and how many bytes they took."""
+    many = {2: 8, 3: 5, 7: 2, 15: 2, 255: 1}[levels]
+    size = -(-count // many)
+    digits = [byte // levels**k % levels for byte in data[:size] for k in range(many)]
+    assert all(byte < levels**many for byte in data[:size])
+    assert not any(digits[count:])
+    return [2 * digit - 1 if levels == 2 else digit - (levels - 1) // 2 for digit in digits[:count]], size
+
+
+def numbers(description, tensors, shapes):
+    """The matrices of all adapters, in float64."""
+    scales = list(tensors["scales"].astype(np.float64)) if "scales" in tensors else []
+    found = [None] * len(shapes)
+    if description["format"] == 1 and description["storage"] == "int8":
+        flat = [int(code) for code in tensors["adapters"]]
+        for number, (rows, length, _, _) in enumerate(shapes):
+            found[number], flat = np.array(flat[: rows * length], float).reshape(rows, length), flat[rows * length :]
+            found[number], scales = found[number] * np.array(scales[:rows])[:, None], scales[rows:]
+        assert not flat
+        assert not scales
+        return found
+    flat, data = tensors["adapters"].astype(np.float64), code_bytes(description, tensors)
+    for levels in (2, 3, 7, 15, 255):
+        for number, shape in enumerate(shapes):
+            if shape[2] == levels:
+                found[number], size = codes_of(data, shape[0] * shape[1], levels)
+                data = data[size:]
+    for number, (rows, length, levels, many) in enumerate(shapes):
+        if not levels:
+            found[number], flat = flat[: rows * length].reshape(rows, length), flat[rows * length :]
+        else:
+            codes = np.array(found[number], np.float64).reshape(rows, length)
+            found[number], scales = codes * np.array(scales[:many])[:, None], scales[many:]
+    assert not len(flat)
+    assert not data
+    assert not scales
     return found
 
 
 def network(path, base):
-    """The tensors of the network, by name, from a file and the tensors of the base; outputs on the first axis."""
+    """The tensors of the network, by name, from a file and the tensors of the base."""
     description, table, tensors = read(path)
-    masks = masks_of(table, tensors["masks"])
-    shapes = matrices(table["rows"], masks)
-    adapters, values = numbers(tensors, shapes), tensors["values"].astype(np.float64)
+    masks, rows = masks_of(table, tensors["masks"]), rows_of(description["format"], table)
+    adapters, values = numbers(description, tensors, matrices(rows, masks)), tensors["values"].astype(np.float64)
     integers = [number for number, times in description.get("integers", []) for _ in range(times)]
-    shapes = iter(shapes)
-
-    def take():
-        nonlocal adapters
-        rows, length = next(shapes)
-        made, adapters = adapters[: rows * length].reshape(rows, length), adapters[rows * length :]
-        return made
-
     found = {name: tensor.astype(np.float64) for name, tensor in base.items()}
-    for path, keys, shape, axes, (kind, *sizes) in table["rows"]:
+    for path, keys, shape, axes, (kind, *sizes) in rows:
         left = [stays(axis, size, masks) for axis, size in zip(axes, shape, strict=True)]
         count = int(np.prod([len(index) for index in left]))
         for key in keys:
             name = f"{path}.{key}" if path else key
             if kind == "values":
                 found[name], values = values[:count].reshape([len(i) for i in left]), values[count:]
-                continue
-            if kind == "integers":
-                found[name], integers = (
-                    np.array(integers[:count], np.float64).reshape(shape),
-                    integers[count:],
-                )
-                continue
-            small = found[name][np.ix_(*left)]
-            if kind.startswith("low-rank"):
-                rank, taps, groups, inputs_first = sizes
-                assert not inputs_first
-                down, up = take().reshape(rank, -1, taps), take()
-                if kind.endswith("whole"):
-                    assert groups == 1
-                    down, up = down[:, left[1]], up[:, left[0]]
-                add(small, down, up, sides(shape, left, groups, inputs_first)[2])
-            elif kind == "pointwise":
-                small[(..., *centre(small))] += take()
-            found[name] = small
-    assert not len(adapters)
+            elif kind == "integers":
+                found[name] = np.array(integers[:count], np.float64).reshape(shape)
+                integers = integers[count:]
+            else:
+                small = found[name][np.ix_(*left)]
+                adapt(small, kind, sizes, shape, left, adapters)
+                found[name] = small
+    assert not adapters
     assert not len(values)
     assert not integers
     return found
+
+
+def adapt(small, kind, sizes, shape, left, adapters):
+    """Add the next of the adapters to what is left of a weight."""
+    if kind == "delta":
+        small += adapters.pop(0).reshape(small.shape)
+    elif kind != "base":
+        *_, groups, inputs_first = sizes
+        many = sides(shape, left, groups, inputs_first)[2]
+        weight = turned(small, many) if inputs_first else small
+        if kind == "pointwise":
+            weight[(..., *centre(weight))] += adapters.pop(0)
+        else:
+            rank, taps, *_ = sizes
+            down, up = adapters.pop(0).reshape(rank, -1, taps), adapters.pop(0)
+            if kind.endswith("whole"):
+                assert groups == 1
+                inputs, outputs = (left[0], left[1]) if inputs_first else (left[1], left[0])
+                down, up = down[:, inputs], up[:, outputs]
+            add(weight, down, up, many)
+        if inputs_first:
+            small[...] = turned(weight, many)
+
+
+def turned(weight, groups):
+    """A weight of (inputs, outputs / groups, *kernel) as (outputs, inputs / groups, *kernel), or the other way."""
+    return np.concatenate([part.swapaxes(0, 1) for part in np.split(weight, groups)])
 
 
 def centre(weight):

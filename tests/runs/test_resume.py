@@ -60,6 +60,7 @@ VARIANTS = {
         "recovery": "all",
     },
     "average and best": {"ema_decay": 0.9, "keep_best": True, "validate_every": 1, "epochs_per_prune": 2},
+    "learned wide, written narrow": {"learn": "wide", "codes": ["spdelta-2bit", "splora-r2"], "refit_epochs": 1},
     "sppara, random, weights": {"method": "sppara", "criterion": "random", "budget": "weights"},
 }
 
@@ -97,6 +98,11 @@ def test_killed_in_the_middle_of_everything(tmp_path, monkeypatch, whole, varian
         ("prune", 1, True),
         ("train_step", 2, True),
         ("finish", 1, True),
+        ("refit", 1, False),
+        ("refit", 2, True),
+        ("train_step", 1, True),
+        ("_restore_wide", 1, True),
+        ("make_row", 1, False),
     ):
         with monkeypatch.context() as patch:
             killed_at(patch, moment, Engine, name, after=after)

@@ -9,6 +9,7 @@ from oracles import task_format
 from support import tiny_cnn
 from torch import nn
 from trained import EXAMPLE, DigitNet
+from zoo.made_convolutional import Dense
 
 import spalier as sp
 
@@ -20,11 +21,47 @@ def grouped():
     ).double()  # fmt: skip
 
 
+def transposed():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 8, 3, groups=2), nn.ReLU(), nn.ConvTranspose2d(8, 6, 3),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5), nn.Linear(5, 3),
+    ).double()  # fmt: skip
+
+
+class Words(nn.Module):
+    """An embedding with a row that never learns, and attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.attention = nn.Embedding(11, 8, padding_idx=0), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.words(x)
+        return self.fc((x + self.attention(x, x, x, need_weights=False)[0]).mean(1))
+
+
+WORDS = torch.tensor([[1, 2, 0, 5], [7, 0, 3, 10]])
+CODED = {
+    "1 bit": sp.SPDelta(bits=1),
+    "2 bits": sp.SPDelta(bits=2),
+    "3 bits, layer": sp.SPDelta(bits=3, scales="layer"),
+    "4 bits": sp.SPDelta(bits=4),
+}
 CASES = {
     **{kind: (tiny_cnn, adapter, IMAGE, "8", False) for kind, adapter in ADAPTERS.items()},
     "residual": (lambda: DigitNet(8), sp.SPLoRA(rank=3), EXAMPLE, "fc", False),
     "free": (lambda: DigitNet(8), sp.SPLoRA(rank=3), EXAMPLE, "fc", True),
     "groups and flatten": (grouped, sp.SPLoRA(rank=2), IMAGE, "8", False),
+    "transposed": (transposed, sp.SPLoRA(rank=2), IMAGE, "8", False),
+    "transposed, pointwise": (transposed, sp.SPPaRA(), IMAGE, "8", False),
+    "transposed, coded": (transposed, sp.SPDelta(bits=1), IMAGE, "8", False),
+    "grouped, coded": (grouped, sp.SPDelta(bits=2), IMAGE, "8", False),
+    "words": (Words, sp.SPLoRA(rank=2), WORDS, "fc", False),
+    "words, coded": (Words, sp.SPDelta(bits=2, scales="layer"), WORDS, "fc", False),
+    "concatenations": (Dense, sp.SPLoRA(rank=2), IMAGE, "head", False),
+    "concatenations, coded": (Dense, sp.SPDelta(bits=4), IMAGE, "head", False),
+    **{f"residual, {kind}": (lambda: DigitNet(8), adapter, EXAMPLE, "fc", True) for kind, adapter in CODED.items()},
 }
 
 
@@ -34,7 +71,8 @@ def test_a_second_reader_gives_the_same_network(case, storage, tmp_path):
     make, adapter, example, head, free = CASES[case]
     torch.manual_seed(3)
     base = make().double()
-    net = learned(base, adapter, example=example.double(), head=head, free=free)
+    example = example.double() if example.is_floating_point() else example
+    net = learned(base, adapter, example=example, head=head, free=free)
     path = tmp_path / "a.task.safetensors"
     sp.Task.of(net, "a").save(path, storage=storage)
     tensors = {name: tensor.numpy() for name, tensor in base.state_dict().items()}

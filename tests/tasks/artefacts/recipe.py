@@ -1,7 +1,7 @@
 """How the task files of this folder were made: bases and learned numbers from whole-number arithmetic alone.
 
-Every number is a small multiple of a power of two, so any version of PyTorch makes the same bits of it. The files were
-written by version 0.1.0 in format 1. They are never written anew: later versions have to read them as they are.
+Every number is a small multiple of a power of two, so any version of PyTorch makes the same bits of it. The files are
+never written anew: later versions have to read them as they are. Those of `FORMAT_1` were written by version 0.1.0.
 ``python tests/tasks/artefacts/recipe.py FOLDER`` writes files of the present code, to compare.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import spalier as sp
 from spalier.adapters.attachment import attachment_of
+from spalier.adapters.kinds import Coded, LowRank
 
 HERE = Path(__file__).parent
 
@@ -50,6 +51,27 @@ def grouped() -> nn.Sequential:
     )  # fmt: skip
 
 
+class Concatenated(nn.Module):
+    """Channels of several layers side by side, and a transposed convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.one, self.two = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 6, 1), nn.Conv2d(14, 10, 3)
+        self.norm, self.up, self.fc = nn.BatchNorm2d(24), nn.ConvTranspose2d(24, 9, 2), nn.Linear(9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        x = torch.cat([x, self.one(x)], 1)
+        x = self.norm(torch.cat([self.two(x), x[:, :, 1:-1, 1:-1]], 1)).relu()
+        return self.fc(self.up(x).relu().mean((2, 3)))
+
+
+def wide() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 24, 3), nn.ReLU(), nn.Conv2d(24, 24, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 4)
+    )
+
+
 def attention() -> nn.Sequential:
     layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True)
     return nn.Sequential(layer, nn.Linear(16, 4))
@@ -66,9 +88,13 @@ class Recipe:
     shape: tuple[int, ...] = (2, 3, 8, 8)
     writers: str = "coupled"
     said: dict[str, Any] = field(default_factory=dict)
+    coded: dict[str, int] = field(default_factory=dict)
+    """The levels of factors, by weight."""
+    sparse: bool = False
+    """Whether most codes are 0, so that deflating makes them shorter."""
 
 
-RECIPES = {
+FORMAT_1 = {
     "splora-fp32": Recipe(
         Residual,
         sp.SPLoRA(rank=2),
@@ -88,6 +114,29 @@ RECIPES = {
     "lora-int8": Recipe(plain, sp.LoRA(rank=2, kernel="full"), "int8", "8"),
     "attention-int8": Recipe(attention, sp.SPLoRA(rank=3), "int8", "1", shape=(2, 5, 16)),
 }
+FORMAT_2 = {
+    "delta-1-bit": Recipe(Residual, sp.SPDelta(bits=1), "exact", "fc", writers="free"),
+    "delta-2-bits": Recipe(wide, sp.SPDelta(bits=2, scales="layer"), "fp16", "5", sparse=True),
+    "delta-4-bits": Recipe(grouped, sp.SPDelta(bits=4), "bf16", "8"),
+    "delta-attention": Recipe(attention, sp.SPDelta(bits=3), "fp32", "1", shape=(2, 5, 16)),
+    "by-layer": Recipe(
+        Concatenated,
+        sp.ByLayer(
+            {
+                "stem.weight": sp.SPPaRA(),
+                "one.weight": sp.SPLoRA(rank=2),
+                "two.weight": sp.SPLoRA(rank=3, kernel="full"),
+                "up.weight": sp.SPDelta(bits=2),
+            }
+        ),
+        "exact",
+        "fc",
+        coded={"one.weight": 255, "two.weight": 15},
+    ),
+    "sppara-int8": Recipe(grouped, sp.SPPaRA(), "int8", "8"),
+    "whole-int8": Recipe(plain, sp.LoRA(rank=2, kernel="full"), "int8", "8"),
+}
+RECIPES = {**FORMAT_1, **FORMAT_2}
 
 
 def numbers(shape: tuple[int, ...], salt: int) -> Tensor:
@@ -107,10 +156,25 @@ def fill_(net: nn.Module, salt: int, learned_only: bool = False) -> None:
             continue
         if name.endswith("num_batches_tracked"):
             tensor.fill_(place)
-        elif name.endswith("running_var"):
+        elif name.endswith(("running_var", "adapter.gain")):
             tensor.copy_(numbers(tuple(tensor.shape), place) + 1)
+        elif name.endswith("adapter.scale"):
+            tensor.copy_(numbers(tuple(tensor.shape), place).abs() + 1 / 64)
         else:
             tensor.copy_(numbers(tuple(tensor.shape), place))
+
+
+@torch.no_grad()
+def code_(net: nn.Module, recipe: Recipe) -> None:
+    """Round factors to levels, and leave few codes that are not 0, where a recipe says so."""
+    for entry in attachment_of(net).updated:
+        update = entry.update
+        if isinstance(update, LowRank) and f"{entry.name}.{entry.weight}" in recipe.coded:
+            update.levels = recipe.coded[f"{entry.name}.{entry.weight}"]
+            update.down_scale = numbers((update.rank,), 5).abs() / 8 + 1 / 512
+            update.up_scale = numbers((update.rank,), 6).abs() / 8 + 1 / 512
+        elif isinstance(update, Coded) and recipe.sparse:
+            update.delta *= (torch.arange(update.delta.numel()) % 11 == 0).view(update.delta.shape)
 
 
 def base_of(name: str) -> nn.Module:
@@ -128,6 +192,7 @@ def task_of(name: str) -> sp.Task:
     recipe, net = RECIPES[name], base_of(name)
     sp.attach_(net, recipe.adapter, head=recipe.head, example=input_of(name))
     fill_(net, salt=2, learned_only=True)
+    code_(net, recipe)
     structure = attachment_of(net).structure
     assert structure is not None
     keep = {s.name: [u for u in range(s.size) if u % 3 != 1] for s in structure.streams}

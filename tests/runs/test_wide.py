@@ -1,0 +1,126 @@
+"""Runs that learn all kept weights, and write what they have learned in narrow forms at each density."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from running import quick
+
+import spalier as sp
+from spalier import errors
+from spalier.data import open_data
+from spalier.networks import open_network
+from spalier.runs import Sweep
+from spalier.runs.narrow import form_of
+
+WIDE = {"learn": "wide", "refit_epochs": 1, "densities": (0.5,), "lr": 3e-3}
+CODES = ("splora-r2", "spdelta-1bit", "bytes-1/3", "wide")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wide") / "run"
+    return quick(**WIDE, codes=CODES).run(folder, progress=False)
+
+
+def test_one_run_leaves_several_codes_at_each_density(done):
+    assert [row["code"] for row in done.rows] == [*CODES, *CODES]
+    assert [row["target"] for row in done.rows] == [1.0] * 4 + [0.5] * 4
+    assert sorted(done.tasks) == sorted(
+        f"digits-{code.replace('/', 'of')}-{density}" for code in CODES for density in (100, 50)
+    )
+    kinds = [sp.Task.load(done.tasks.path(row["task"])).info.adapter["kind"] for row in done.rows]
+    assert kinds == ["SPLoRA", "SPDelta", "ByLayer", "FineTune"] * 2
+    for row in done.rows:
+        assert row["bytes"] == done.tasks.path(row["task"]).stat().st_size
+    assert not (done.folder / "wide.task.safetensors").exists()
+
+
+def test_all_codes_of_a_density_keep_the_same_channels(done):
+    for rows in (done.rows[:4], done.rows[4:]):
+        assert len({(row["channels"], row["macs_left"], row["epochs"]) for row in rows}) == 1
+        sizes = {row["code"]: row["bytes"] for row in rows}
+        assert sizes["bytes-1/3"] <= max(sizes["wide"] * 2 / 3, 2_700)  # of float32; wide is stored in half of that
+        assert max(sizes[code] for code in CODES[:3]) < sizes["wide"]
+
+
+def test_what_is_measured_is_what_the_file_holds(done):
+    base = open_network("running:small", classes=10, seed=0)
+    test = open_data("digits").test
+    images, labels = test.fetch(np.arange(len(test)), None)
+    for row in done.rows:
+        task = done.tasks.load(row["task"])
+        with torch.no_grad():
+            right = (task.build(base)(images).argmax(1) == labels).float().mean()
+        assert task.info.storage == "fp16"
+        assert task.info.provenance["code"] == row["code"]
+        assert float(right) == pytest.approx(row["test"], abs=0.003)  # other batches round otherwise
+
+
+def test_the_wide_network_does_not_depend_on_the_codes(done, tmp_path):
+    alone = quick(**WIDE, codes=("wide",)).run(tmp_path / "run", progress=False)
+    several = {row["target"]: row["test_loss"] for row in done.rows if row["code"] == "wide"}
+    assert {row["target"]: row["test_loss"] for row in alone.rows} == several
+
+
+def test_narrow_forms_learn_on_from_the_wide_network(done, tmp_path):
+    untrained = quick(**{**WIDE, "refit_epochs": 0}, codes=CODES[:2]).run(tmp_path / "run", progress=False)
+    before = {row["task"]: row["test_loss"] for row in untrained.rows}
+    after = {row["task"]: row["test_loss"] for row in done.rows}
+    assert all(before[name] != after[name] for name in before)
+    lines = [json.loads(line) for line in (done.folder / "metrics.jsonl").read_text().splitlines()]
+    forms = [(line["block"], line["form"]) for line in lines if line["kind"] == "epoch"]
+    assert forms == [(0, 0), (0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
+
+
+def test_a_task_of_any_adapter_goes_on_wide(done, tmp_path):
+    start = done.tasks.path("digits-splora-r2-100")
+    config = quick(**{**WIDE, "densities": (0.6,)}, codes=("spdelta-4bit",), start_task=str(start))
+    results = config.run(tmp_path / "run", progress=False)
+    assert [row["task"] for row in results.rows] == ["digits-start", "digits-60"]
+
+
+def test_a_report_shows_each_code_as_a_series(done):
+    page = sp.report(done.folder, done.folder / "report.html").read_text()
+    for code in CODES:
+        assert code in page
+
+
+def test_a_sweep_over_seeds_averages_codes_apart(tmp_path):
+    config = quick(**{**WIDE, "epochs": 1}, codes=("spdelta-1bit", "wide"))
+    results = Sweep(config, over={"seed": [0, 1]}).run(tmp_path / "sweep", progress=False)
+    summary = results.summary()
+    assert [(row["code"], row["target"], row["test_count"]) for row in summary.rows] == [
+        ("spdelta-1bit", 1.0, 2), ("wide", 1.0, 2), ("spdelta-1bit", 0.5, 2), ("wide", 0.5, 2),
+    ]  # fmt: skip
+    assert "spdelta-1bit" in str(summary)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"codes": ["1-bit"]}, "expected names such as"),
+        ({"codes": ["splora-r0"]}, "expected names such as"),
+        ({"codes": []}, "one or more"),
+        ({"codes": ["wide", "wide"]}, "each once"),
+        ({"method": "lora"}, "no narrow form"),
+        ({"method": "fine-pruning", "codes": ["wide"]}, "expected splora"),
+        ({"keep_optimizer": True}, "begin anew"),
+        ({"budget": "bytes", "densities": [5000]}, "codes"),
+        ({"teacher": "self"}, "teaches its own"),
+        ({"learn": "direct", "codes": ["wide"]}, "learn: wide"),
+        ({"rank": 0.5}, "whole rank"),
+        ({"refit_lr": 0.0}, "more than 0"),
+    ],
+)
+def test_settings_that_do_not_go_together(changes, words):
+    with pytest.raises(errors.ConfigError, match=words):
+        quick(**{**WIDE, **changes})
+
+
+def test_names_of_forms():
+    assert form_of("splora-r8-full").adapter == sp.SPLoRA(rank=8, kernel="full", cap=True)
+    assert form_of("bytes-200000").budget(1) == 200_000
+    assert form_of("bytes-1/20").label == "bytes-1of20"
+    assert quick(learn="wide", method="spdelta", adapter_options={"bits": 4}).codes == ("spdelta-4bit",)
