@@ -53,7 +53,7 @@ def test_what_is_measured_is_what_the_file_holds(done):
         task = done.tasks.load(row["task"])
         with torch.no_grad():
             right = (task.build(base)(images).argmax(1) == labels).float().mean()
-        assert task.info.storage == "fp16"
+        assert task.info.storage == "bf16"
         assert task.info.provenance["code"] == row["code"]
         assert float(right) == pytest.approx(row["test"], abs=0.003)  # other batches round otherwise
 

@@ -39,10 +39,9 @@ class Moments:
     def add(self, x: Tensor, missing: Tensor) -> None:
         """(samples, features, positions) and (samples, outputs, positions)."""
         self.count += len(x) * x.shape[2]
-        # a sample's own sum is short enough for single precision; the sum over samples is not
         new = [
-            torch.bmm(x, x.mT).sum(0, dtype=torch.float64),  # (features, features)
-            torch.bmm(x, missing.mT).sum(0, dtype=torch.float64),  # (features, outputs)
+            _summed(x, x),  # (features, features)
+            _summed(x, missing),  # (features, outputs)
             missing.square().sum(2).double().sum(0),
             x.sum(2).double().sum(0),
             missing.sum(2).double().sum(0),
@@ -60,6 +59,23 @@ class Moments:
         """The bias that goes with an update found without means."""
         x, missing = (self._sums[i] / self.count for i in (3, 4))
         return missing - x @ update
+
+
+def _summed(a: Tensor, b: Tensor) -> Tensor:
+    """Sum over samples and positions of a b^T; short sums are in single precision, the sum of these is not."""
+    _, rows, positions = a.shape
+    if positions >= rows:
+        return torch.bmm(a, b.mT).sum(0, dtype=torch.float64)
+    # few positions and many features: a matrix for each sample would take more memory than all samples do
+    per = max(1, _SHORT // positions)
+    total = torch.zeros(rows, b.shape[1], dtype=torch.float64, device=a.device)
+    for part, other in zip(a.split(per), b.split(per), strict=True):
+        total += part.transpose(0, 1).flatten(1) @ other.transpose(0, 1).flatten(1).T
+    return total
+
+
+_SHORT = 4096
+"""How many positions are summed in single precision."""
 
 
 def features(layer: Any, x: Tensor, missing: Tensor, whole: bool, rows: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -116,7 +116,10 @@ def _check_rank(delta: Delta, update: LowRank) -> None:
 
 
 def low_rank_of(delta: Delta, rank: int, *, whole: bool) -> tuple[Tensor, Tensor]:
-    """The factors of the best update of a rank: ``down`` (rank, inputs, taps), ``up`` (rank, outputs)."""
+    """The factors of the best update of a rank: ``down`` (rank, inputs, taps), ``up`` (rank, outputs).
+
+    The first components of them are the best update of a lower rank.
+    """
     geometry, metric = delta.geometry, delta.metric
     grouped = geometry.grouped(delta.values)
     matrices = grouped.flatten(2) if whole else _centre(grouped, geometry)  # (groups, out / groups, features)
@@ -125,7 +128,7 @@ def low_rank_of(delta: Delta, rank: int, *, whole: bool) -> tuple[Tensor, Tensor
         sizes = sizes.to(matrices).clamp(min=1e-6 * float(sizes.max()) + 1e-30)
         ridge = 1e-6 * float(metric.gram.diagonal().mean()) * torch.eye(len(metric.gram))
         down, up = reduced((matrices[0] * sizes[:, None]).T.double(), metric.gram.double() + ridge, rank)
-        return down.T.to(matrices), (up / sizes.double()).to(matrices)
+        return down.T.flip(0).to(matrices), (up / sizes.double()).flip(0).to(matrices)
     left, sizes, right = torch.linalg.svd(matrices.double(), full_matrices=False)
     root = sizes[:, :rank].sqrt()
     up = (left[:, :, :rank] * root[:, None]).permute(2, 0, 1).flatten(1)  # (rank, groups * out / groups)

@@ -83,7 +83,7 @@ def refit_(
     bytes: int | None = None,
     batches: Iterable[Any] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    storage: Storage = "fp16",
+    storage: Storage = "bf16",
 ) -> Refitted:
     """Write what ``net`` has learned, by `FineTune` or any adapter, in another adapter's form, in place.
 
@@ -100,7 +100,8 @@ def refit_(
             layer by layer in order, and batch norms take new statistics.
         optimizer: one or several that train the network: parameters that are gone leave it, and new ones join its first
             group, without a state.
-        storage: what the file's bytes are counted for; save it as that: ``task.save(path, storage="fp16")``.
+        storage: what the file's bytes are counted for; save it as that: ``task.save(path, storage="bf16")``.
+            Running variances may be beyond what half precision holds, and are not beyond bfloat16.
 
     >>> from spalier import FineTune, SPDelta, attach_
     >>> net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))

@@ -17,19 +17,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spalier.adapters.codes import per_byte
+from spalier.adapters.codes import codes_of, per_byte, top
 from spalier.adapters.kinds import Coded, LowRank, Update
 from spalier.errors import BudgetError
 from spalier.refitting.approximate import Delta, added, low_rank_of, round_factors_, set_codes_
 
 _SCALE = 2
 """Bytes of a scale."""
-_RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_SHORT = 64
+"""Rows of fewer entries may share a scale."""
+_RANKS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8), *range(80, 129, 16))
 _STEPS = {
     2: (1.0,),
-    3: (0.7, 0.9, 1.1, 1.4, 1.8, 2.4, 3.2),
-    7: (0.35, 0.5, 0.7, 0.9),
-    15: (0.2, 0.3, 0.42),
+    3: (0.7, 0.9, 1.1, 1.4, 1.8, 2.3, 3.0),
+    7: (0.35, 0.43, 0.52, 0.63, 0.76, 0.92),
+    15: (0.18, 0.24, 0.32, 0.42),
     255: (0.03,),
 }
 """For each number of levels, the steps between them to try, in units of a row's root mean square."""
@@ -74,34 +76,86 @@ def options_of(delta: Delta) -> list[Option]:
     if not delta.is_nothing:
         found += list(_bits(delta))
         found += list(_low_ranks(delta))
-    return _hull(found)
+    return _undominated(found)
 
 
 def _bits(delta: Delta) -> Iterator[Option]:
+    matrix, gram = delta.values.flatten(1).float(), delta.metric.gram
+    felt = _felt(delta)
+    own = (matrix if gram is None else matrix @ gram).mul(matrix).sum(1)  # (rows,)
     for levels, steps in _STEPS.items():
-        for by_row in (True, False) if delta.geometry.padding_idx is None else (True,):
-            for step in steps:
-                code = Code("bits", levels, step=step, by_row=by_row)
-                update = written(delta, code)
-                yield Option(code, size_of(update), delta.error(added(update, delta)))
+        for step, by_row in itertools.product(steps, _scales(delta)):
+            code = Code("bits", levels, step=step, by_row=by_row)
+            codes = codes_of(matrix, step_of(matrix, code)[:, None], levels)
+            seen = codes if gram is None else codes @ gram
+            cross, power = (seen * matrix).sum(1), (seen * codes).sum(1)
+            scale = _multiple(cross, power) if by_row else _multiple(cross.sum(), power.sum())
+            missing = own - 2 * scale * cross + scale**2 * power
+            size = _deflated_size(codes, levels) + _SCALE * (len(matrix) if by_row else 1)
+            yield Option(code, size, max(float((missing * felt).sum()), 0.0))
+
+
+def _felt(delta: Delta) -> Tensor:
+    """What the loss feels of each row of the weight, for inputs of the metric."""
+    rows, metric = len(delta.base), delta.metric
+    found = torch.full((rows,), 1.0 if metric.gram is not None else metric.power)
+    fits = metric.outputs is not None and len(metric.outputs) == rows and not delta.geometry.inputs_first
+    return found * metric.outputs if fits and metric.outputs is not None else found
+
+
+def _scales(delta: Delta) -> tuple[bool, ...]:
+    """Whether rows have scales of their own, to try: where rows are short, one for all may pay."""
+    is_short = delta.base[0].numel() < _SHORT and delta.geometry.padding_idx is None
+    return (True, False) if is_short else (True,)
+
+
+def _multiple(cross: Tensor, power: Tensor) -> Tensor:
+    """The scale that leaves the least error."""
+    return torch.where(power > 0, cross / power.clamp(min=1e-30), torch.zeros_like(power)).clamp(min=0)
+
+
+def step_of(matrix: Tensor, code: Code) -> Tensor:
+    """The steps between the levels of a code, for each row or for all."""
+    return code.step * (matrix if code.by_row else matrix.view(1, -1)).square().mean(1).sqrt()
 
 
 def _low_ranks(delta: Delta) -> Iterator[Option]:
-    geometry = delta.geometry
-    for whole in {False, math.prod(geometry.kernel) > 1}:
-        taps = math.prod(geometry.kernel) if whole else 1
+    geometry, kernel = delta.geometry, math.prod(delta.geometry.kernel)
+    error = _low_rank_error(delta)
+    for whole in {False, kernel > 1}:
+        taps = kernel if whole else 1
         usable = min(geometry.inputs // geometry.groups * taps, geometry.outputs // geometry.groups)
         cost = geometry.inputs * taps + geometry.outputs
-        # past four bits for each number of the weight, few bits for each entry are always better
-        ranks = [rank for rank in _RANKS if rank <= usable and rank * cost <= geometry.numel]
-        if not ranks:
-            continue
-        factors = low_rank_of(delta, ranks[-1], whole=whole)
-        for rank in ranks:
-            for levels in (15, 255):
-                code = Code("low-rank", levels, rank, whole)
-                update = written(delta, code, factors)
-                yield Option(code, size_of(update), delta.error(added(update, delta)))
+        # past two bits for each number of the weight, few bits for each entry are always better
+        ranks = [rank for rank in _RANKS if rank <= usable and 2 * rank * cost <= geometry.numel]
+        factors = low_rank_of(delta, ranks[-1], whole=whole) if ranks else None
+        for rank, levels in itertools.product(ranks, (15, 255)):
+            code = Code("low-rank", levels, rank, whole)
+            update = written(delta, code, factors)
+            assert isinstance(update, LowRank)
+            yield Option(code, size_of(update), error(update))
+
+
+def _low_rank_error(delta: Delta) -> Callable[[LowRank], float]:
+    """What is missing with a low-rank update.
+
+    Between a root of the metric and the factors, products are thin: that is much less than the metric itself takes.
+    """
+    gram, geometry = delta.metric.gram, delta.geometry
+    if gram is None or geometry.groups > 1:
+        return lambda update: delta.error(added(update, delta))
+    ridge = 1e-6 * float(gram.diagonal().mean()) + 1e-30
+    root = torch.linalg.cholesky(gram.double() + ridge * torch.eye(len(gram), dtype=torch.float64)).float()
+    wanted, felt = delta.values.flatten(1).float() @ root, _felt(delta)
+    centre = root.view(geometry.inputs, -1, len(root))[:, math.prod(geometry.kernel) // 2]
+
+    def error(update: LowRank) -> float:
+        down, up = update.factors(inputs_first=geometry.inputs_first)
+        seen = down.flatten(1).float() @ (root if down.dim() > 2 or len(centre) == len(root) else centre)
+        missing = wanted - up.T.float() @ seen  # (out, r) @ (r, features)
+        return float((missing.square().sum(1) * felt).sum())
+
+    return torch.no_grad()(error)
 
 
 @torch.no_grad()
@@ -109,24 +163,15 @@ def written(delta: Delta, code: Code, factors: tuple[Tensor, Tensor] | None = No
     """A delta in a code; ``factors`` of a larger rank save finding them again."""
     if code.kind == "bits":
         coded = Coded(delta.geometry, delta.base, code.levels, by_row=code.by_row, start=0.0)
-        matrix = delta.values.flatten(1).float()
-        size = (matrix if code.by_row else matrix.view(1, -1)).square().mean(1).sqrt()
-        set_codes_(coded, delta.values, delta.metric.gram, code.step * size)
+        step = step_of(delta.values.flatten(1).float(), code)
+        set_codes_(coded, delta.values, delta.metric.gram, step)
         return coded
     down, up = factors or low_rank_of(delta, code.rank, whole=code.whole)
     update = LowRank(delta.geometry, code.rank, delta.base, whole_kernel=code.whole, init_range=0.0)
-    best = _largest(down, up, code.rank)
-    update.down.copy_(down[best].reshape(update.down.shape))
-    update.up.copy_(up[best])
+    update.down.copy_(down[: code.rank].reshape(update.down.shape))
+    update.up.copy_(up[: code.rank])
     round_factors_(update, code.levels)
     return update
-
-
-def _largest(down: Tensor, up: Tensor, rank: int) -> Tensor:
-    """The components that add most, in their order."""
-    sizes = down.flatten(1).norm(dim=1) * up.norm(dim=1)
-    indices: Tensor = sizes.topk(rank).indices.sort().values
-    return indices
 
 
 def size_of(update: Update) -> float:
@@ -134,21 +179,32 @@ def size_of(update: Update) -> float:
     total = 0.0
     for values, scale, levels in update.stored():
         assert scale is not None
-        counts = torch.unique(values, return_counts=True)[1].double()
-        share = counts / counts.sum()
-        bits = float(-(share * share.log2()).sum())
-        # deflate gives each byte at least a bit, and no byte more than its eight
-        bits = min(max(bits, 1 / per_byte(levels)), 8 / per_byte(levels))
-        total += values.numel() * bits / 8 + _SCALE * scale.numel()
+        total += _deflated_size(values, levels) + _SCALE * scale.numel()
     return total
+
+
+def _deflated_size(codes: Tensor, levels: int) -> float:
+    """Bytes that codes take once they are deflated: by their entropy."""
+    counts = torch.bincount((codes + top(levels)).to(torch.int64).flatten()).double()
+    share = counts[counts > 0] / codes.numel()
+    bits = float(-(share * share.log2()).sum())
+    # deflate gives each byte at least a bit, and no byte more than its eight
+    return codes.numel() * min(max(bits, 1 / per_byte(levels)), 8 / per_byte(levels)) / 8
+
+
+def _undominated(options: Sequence[Option]) -> list[Option]:
+    """The options that no other beats in both size and error, from the smallest on."""
+    found: list[Option] = []
+    for option in sorted(options, key=lambda o: (o.bytes, o.error)):
+        if not found or option.error < found[-1].error:
+            found.append(option)
+    return found
 
 
 def _hull(options: Sequence[Option]) -> list[Option]:
     """The options that some price of a byte makes the best: the lower convex hull."""
     hull: list[Option] = []
-    for option in sorted(options, key=lambda o: (o.bytes, o.error)):
-        if hull and option.error >= hull[-1].error:
-            continue
+    for option in _undominated(options):
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], option):
             hull.pop()
         hull.append(option)
@@ -163,20 +219,21 @@ def _slope(a: Option, b: Option) -> float:
 def spent(options: Mapping[str, list[Option]], budget: float) -> dict[str, Option]:
     """For each weight the option that a budget of bytes is best spent on."""
     # on convex hulls, the cheapest sums at a price are reached by the steps that save more than the price
+    hulls = {name: _hull(each) for name, each in options.items()}
     steps = [
         (_slope(a, b), name, number)
-        for name, hull in options.items()
+        for name, hull in hulls.items()
         for number, (a, b) in enumerate(itertools.pairwise(hull))
     ]
     chosen = dict.fromkeys(options, 0)
-    left = budget - sum(hull[0].bytes for hull in options.values())
+    left = budget - sum(hull[0].bytes for hull in hulls.values())
     for _, name, number in sorted(steps, key=lambda step: -step[0]):
-        hull = options[name]
+        hull = hulls[name]
         cost = hull[number + 1].bytes - hull[chosen[name]].bytes
         if cost <= left:  # past the price, whatever still fits
             left -= cost
             chosen[name] = number + 1
-    return {name: options[name][number] for name, number in chosen.items()}
+    return {name: hulls[name][number] for name, number in chosen.items()}
 
 
 def within(
@@ -199,13 +256,42 @@ def within(
         found = file_size(codes)
         if found <= budget:
             best, low = max(best, (found, codes), key=lambda pair: pair[0]), target
-            if found >= (1 - _TOLERANCE) * budget or all(codes[n] == hull[-1].code for n, hull in options.items()):
+            if found >= (1 - _TOLERANCE) * budget or all(codes[n] == each[-1].code for n, each in options.items()):
                 break
         else:
             high = target
         guess = target * (budget * (1 - _TOLERANCE / 2) - least) / max(found - least, 1)
         target = guess if low < guess < high else (low + min(high, 2 * low + 1)) / 2
-    return best[1]
+    return _filled(options, *best, budget, file_size)
+
+
+def _filled(
+    options: Mapping[str, list[Option]],
+    size: int,
+    codes: dict[str, Code],
+    budget: int,
+    file_size: Callable[[Mapping[str, Code]], int],
+) -> dict[str, Code]:
+    """What room is left goes to single weights, the most that fits first."""
+    tried: set[tuple[str, Code]] = set()
+    for _ in range(_TRIES):
+        if size >= (1 - _TOLERANCE) * budget:
+            break
+        larger = []
+        for name, each in options.items():
+            now = next(option for option in each if option.code == codes[name])
+            for option in each:
+                more = option.bytes - now.bytes
+                if 0 < more <= budget - size and (name, option.code) not in tried:
+                    larger.append((more, name, option.code))
+        if not larger:
+            break
+        _, name, code = max(larger, key=lambda entry: entry[0])
+        tried.add((name, code))
+        found = file_size({**codes, name: code})
+        if size < found <= budget:
+            size, codes = found, {**codes, name: code}
+    return codes
 
 
 _TRIES = 14

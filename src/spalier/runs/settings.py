@@ -39,7 +39,6 @@ _RECIPES: dict[str, tuple[Any, Any]] = {
     "optimizer": ("sgd", "adamw"),
     "learn": ("direct", "direct"),
     "lr": (0.01, 0.01),
-    "refit_lr": (2e-4, 2e-4),
     "refit_epochs": (2, 2),
     "storage": ("exact", "exact"),
     "scale_lr": (True, False),
@@ -389,8 +388,10 @@ def _filled(given: Mapping[str, Any]) -> dict[str, Any]:
     learn = given["learn"] or found["learn"]
     if recipe == "fast":
         found["lr"] = RATES["fine-pruning" if learn == "wide" else given["method"]]
+    lr = found["lr"] if given["lr"] is None else given["lr"]
+    found["refit_lr"] = lr / 2  # it begins near a good place
     if learn == "wide":
-        found["storage"] = "fp16"  # few bits for a weight, and many for a norm, would be badly shared out
+        found["storage"] = "bf16"  # few bits for a weight, and many for a norm, would be badly shared out
         found["codes"] = default_codes(given) if given["codes"] is None else given["codes"]
     per_prune = given["epochs_per_prune"]
     found["final_epochs"] = found["epochs_per_prune"] if per_prune is None else per_prune

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from spalier.adapters.attach import attach_with_, detach_
 from spalier.adapters.attachment import Changes, Owner, attachment_of, owners_of, update_of
 from spalier.adapters.codes import LEVELS
-from spalier.adapters.geometry import is_norm
+from spalier.adapters.geometry import Geometry, is_norm
 from spalier.adapters.kinds import (
     ADAPTERS,
     ByLayer,
@@ -119,12 +119,28 @@ def _check_described(task: Task, adapter: Any, base: Base) -> None:
         is_same, geometry = type(found) is type(adapter), base.geometry(row.names[0])
         if is_same and isinstance(found, SPLoRA):
             is_same = found.kernel == adapter.kernel or math.prod(geometry.kernel) == 1
+            usable = min(geometry.inputs * math.prod(geometry.kernel), geometry.outputs)
+            is_same = is_same and _rank_of(adapter, geometry) <= max(found.rank, _MAX_RANK, usable)
         elif is_same and isinstance(found, SPDelta):
             # where one row is left, it has one scale either way
             is_same = found.by_row(geometry) == adapter.by_row(geometry) or cut.shape[0] == 1
             is_same = is_same and found.bits == adapter.bits
         if not is_same:
             raise TaskFileError("metadata", f"the adapter is said to be {adapter}, and {quoted(row.path)} has {found}")
+
+
+_MAX_RANK = 1024
+"""What rank a file may describe, though its table has a smaller one and the weight cannot use it.
+
+Components may have been pruned, so more than the table has can be right; but memory is taken for what is described.
+"""
+
+
+def _rank_of(adapter: SPLoRA, geometry: Geometry) -> int:
+    try:
+        return adapter.fit(geometry).rank or 0
+    except SpalierError as error:
+        raise TaskFileError("metadata", f"the adapter does not fit: {error}") from error
 
 
 _BITS = {levels: bits for bits, levels in LEVELS.items()}
@@ -179,7 +195,7 @@ def _fill_(task: Task, net: nn.Module, base: Base, changes: Changes) -> None:
             update = update_of(places)
             if update is not None:
                 matrices = [next(stored) for _ in cut.matrices]
-                if task.info.storage == "int8":  # that was for the file; factors go on as numbers
+                if task.info.storage == "int8" and not isinstance(update, Coded):  # factors go on as numbers
                     matrices = [as_numbers(matrix) for matrix in matrices]
                 fill_(changes, update, matrices)
 

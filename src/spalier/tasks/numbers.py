@@ -67,9 +67,9 @@ def cast(values: Tensor, dtype: torch.dtype, what: str) -> Tensor:
     """Numbers in a dtype that holds all of them."""
     made = values.to(dtype)
     if not math.isfinite(largest(made)):
+        name = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "fp32")
         raise TaskFileError(
-            "storage",
-            f"{what} hold {largest(values):.4g}, beyond what {str(dtype)[6:]} can store; choose 'fp32' or 'bf16'",
+            "storage", f"{what} hold {largest(values):.4g}, beyond what {name} can store; choose 'fp32' or 'bf16'"
         )
     return made
 

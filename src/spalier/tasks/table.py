@@ -91,14 +91,15 @@ class Table:
 
     @cached_property
     def in_numbers(self) -> Table:
-        """The table of the same task with numbers instead of bytes."""
+        """The table of the same task with numbers instead of bytes; codes of a whole weight stay codes."""
         return self._recoded(255, 0)
 
     def _recoded(self, old: int, new: int) -> Table:
-        rows = [
-            row if isinstance(row.source, str) or row.source.levels != old else recoded(row, new) for row in self.rows
-        ]
-        return replace(self, rows=tuple(rows))
+        def made(row: Row) -> Row:
+            is_meant = isinstance(row.source, LowRank | Pointwise) and row.source.levels == old
+            return recoded(row, new) if is_meant else row
+
+        return replace(self, rows=tuple(map(made, self.rows)))
 
     @cached_property
     def integers(self) -> int:
@@ -372,10 +373,9 @@ class _Parser:
         rank, taps = (self._size(n) for n in sizes)
         return LowRank(rank, taps, groups, inputs_first, kind == "low-rank-whole", levels)
 
-    def _levels(self, value: Any, most: int = 255) -> int:
-        known = [levels for levels in LEVELS.values() if levels <= most]
-        if type(value) is not int or value not in known:
-            raise _wrong(f"codes have {quoted(value)} levels, expected {', '.join(map(str, known))}")
+    def _levels(self, value: Any) -> int:
+        if type(value) is not int or value not in LEVELS.values():
+            raise _wrong(f"codes have {quoted(value)} levels, expected {', '.join(map(str, LEVELS.values()))}")
         return value
 
     def _attributes(self) -> dict[str, dict[str, int | tuple[int, ...]]]:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -37,7 +37,7 @@ from spalier.tasks.format import (
     unpack_container,
 )
 from spalier.tasks.numbers import BYTE_LEVELS, as_numbers, assembled, cast, cast_scales, deflated, in_bytes, inflated
-from spalier.tasks.rows import Cut, Mask, Matrices, Row
+from spalier.tasks.rows import Cut, Delta, Mask, Matrices, Row
 from spalier.tasks.table import Table, Writer
 from spalier.text import check_integer
 
@@ -309,7 +309,7 @@ class Task:
         if storage == "int8":
             task = replace(self, table=self.table.in_bytes, **assembled(map(in_bytes, self.stored())))
         elif self.info.storage == "int8":
-            task = replace(self, table=self.table.in_numbers, **assembled(map(as_numbers, self.stored())))
+            task = replace(self, table=self.table.in_numbers, **assembled(self._with_numbers()))
         task = replace(task, info=replace(self.info, storage=storage))
         if storage == "exact":
             return task
@@ -387,7 +387,7 @@ class Task:
         return tuple([shape for _, cut in self.cut_rows for shape in cut.matrices])
 
     @property
-    def bytes_of_codes(self) -> int:
+    def _bytes_of_codes(self) -> int:
         """How many bytes all codes have."""
         return sum(shape.bytes for shape in self.adapter_shapes)
 
@@ -422,13 +422,20 @@ class Task:
             matrix = torch.from_numpy(found).view(shape.rows, shape.length)
             yield Stored(matrix, self.scales[scale : scale + shape.scales], shape.levels)
 
+    def _with_numbers(self) -> Iterator[Stored]:
+        """The same, with the numbers that ``int8`` has stored in bytes."""
+        stored = self.stored()
+        for row, cut in self.cut_rows:
+            for matrix in islice(stored, len(cut.matrices)):
+                yield matrix if isinstance(row.source, Delta) else as_numbers(matrix)
+
     def _check_numbers(self) -> None:
         """Refuse numbers that the table has no place for, or that are not finite."""
         own = [len(row.keys) * math.prod(cut.shape) for row, cut in self.cut_rows if row.source == "values"]
         shapes = self.adapter_shapes
         sizes = {
             "adapters": sum(shape.numel for shape in shapes if not shape.levels),
-            "codes": self.bytes_of_codes,
+            "codes": self._bytes_of_codes,
             "scales": sum(shape.scales for shape in shapes),
             "values": sum(own),
         }
@@ -472,7 +479,7 @@ def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
         numbers |= {"adapters": empty, "codes": _bytes_of_version_1(tensors["adapters"])}
     task = Task(info, table, masks, **numbers, values=tensors["values"], integers=_expanded(pairs, table.integers))
     if length_of_codes is not None:
-        task = replace(task, codes=inflated(task.codes, length_of_codes, task.bytes_of_codes))
+        task = replace(task, codes=inflated(task.codes, length_of_codes, task._bytes_of_codes))
     task._check_numbers()
     return task
 
