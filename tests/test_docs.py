@@ -31,7 +31,7 @@ def test_the_figures_of_recovery_are_the_committed_ones(part):
         assert table in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("part", ["switching", "costs", "inference"])
+@pytest.mark.parametrize("part", ["switching", "costs", "codes", "inference"])
 def test_the_figures_of_switching_are_the_committed_ones(part):
     module, report = benchmark("switching")
     assert module.markdown(report, part) in (ROOT / "docs/tasks.md").read_text()

@@ -32,6 +32,7 @@ LAYERS = [
     {"selecting"},
     {"scheduling"},
     {"tasks", "networks", "data"},
+    {"refitting"},
     {"runs", "integrations", "benching"},
     {"reporting"},
     {"cli"},
@@ -73,10 +74,12 @@ TASKS_LAYERS = [
     {"task"},
     {"base"},
     {"build", "extract"},
-    {"apply", "store"},
+    {"apply", "store", "rewrite"},
     {"hub", "switcher"},
 ]
+REFITTING_LAYERS = [{"approximate"}, {"measure", "spend"}, {"refit"}]
 RUNS_LAYERS = [
+    {"narrow", "settings_files"},
     {"settings"},
     {"checkpoint"},
     {"processes"},
@@ -99,6 +102,7 @@ PACKAGES = {
     "pruning": PRUNING_LAYERS,
     "criteria": CRITERIA_LAYERS,
     "tasks": TASKS_LAYERS,
+    "refitting": REFITTING_LAYERS,
     "runs": RUNS_LAYERS,
     "data": DATA_LAYERS,
     "integrations": INTEGRATIONS_LAYERS,

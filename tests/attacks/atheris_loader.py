@@ -6,6 +6,7 @@ or the table of a file that is sound otherwise, so that chance does not have to 
 are those of libFuzzer; a folder as last argument keeps the inputs that reached new code.
 """
 
+import copy
 import json
 import sys
 import tempfile
@@ -23,6 +24,7 @@ import torch  # noqa: E402
 from support import assert_unchanged, snapshot  # noqa: E402
 
 import spalier  # noqa: E402
+from attacks.parts import KINDS as VALID  # noqa: E402
 from attacks.parts import Parts, assemble, base, join, pack, split, unpack, valid  # noqa: E402
 from spalier.errors import TaskFileError  # noqa: E402
 
@@ -67,7 +69,7 @@ def signed(parts: Parts, rest: bytes) -> Parts:
 
 def seeds(folder: Path) -> None:
     """One input of each kind to begin with."""
-    for which, storage in enumerate(("exact", "int8")):
+    for which, storage in enumerate(VALID):
         header, body = split(valid(storage))
         parts = unpack(valid(storage))
         table = json.dumps(parts.table).encode()
@@ -80,7 +82,7 @@ def seeds(folder: Path) -> None:
             "numbers": body[:200],
         }
         for number, kind in enumerate(KINDS):
-            (folder / f"{kind} {storage}").write_bytes(bytes([number * 2 + which]) + texts[kind])
+            (folder / f"{kind} {storage}").write_bytes(bytes([number * len(VALID) + which]) + texts[kind])
     raw = zlib.compress(b"{}")
     (folder / "small").write_bytes(b"\0" + assemble("{}", {"table": ("U8", raw)}))
 
@@ -89,13 +91,14 @@ def attempt(data: bytes) -> None:
     """One input: a network or a `TaskFileError`, with a message that is safe to print."""
     if not data:
         return
-    kind, storage = KINDS[data[0] // 2 % len(KINDS)], ("exact", "int8")[data[0] % 2]
+    kind, storage = KINDS[data[0] // len(VALID) % len(KINDS)], VALID[data[0] % len(VALID)]
     path = FOLDER / "a.task.safetensors"
     path.write_bytes(made(kind, storage, data[1:]))
     try:
         task = spalier.Task.load(path)
         str(task.info)
         task.build(base(), fold=bool(data[0] & 128))
+        task.apply_(copy.deepcopy(base()))
     except TaskFileError as error:
         text = str(error)
         assert len(text) < 500 and text.isprintable(), ascii(text)  # noqa: PT018

@@ -487,7 +487,8 @@ def _fields_of_table() -> None:
     for field in ("streams", "writers", "rows", "axes", "attributes", "heads", "folds"):
         _change(f"table without {field}", "table", lambda parts, f=field: parts.table.pop(f))
         for kind, value in {"null": None, "text": "x", "number": 1, "[1]": [1], "[[1]]": [[1]]}.items():
-            _change(f"{field} {kind}", "table", _tell(**{field: value}))
+            code = "mask" if (field, kind) == ("axes", "[[1]]") else "table"  # which is an axis, and does not fit
+            _change(f"{field} {kind}", code, _tell(**{field: value}))
     _change("table with more", "table", _tell(more=1))
     for kind, units in {"0": 0, "negative": -8, "2^31": 2**31, "bool": True, "float": 8.0}.items():
         _change(f"stream of {kind} units", "table", lambda p, u=units: p.table["streams"][0].__setitem__(1, u))

@@ -105,7 +105,7 @@ def test_a_hostile_file_is_refused(name, tmp_path, untouched):
         "a thousand patterns in format 1",
         "a thousand axes of runs",
         "runs of 2^31-1 indices",
-        "codes that inflate to a gigabyte",
+        "codes that inflate to 256 MiB",
         "codes that inflate to more than is said",
         "a rank of 2^31-1 in codes",
         "pattern [0, 2147483648, 2147483648, 2147483648]",
@@ -214,12 +214,20 @@ def test_an_adapter_unlike_the_table_is_not_applied(name, tmp_path, untouched):
         loaded.apply_(untouched)
 
 
+@pytest.mark.parametrize("rank", [2**31, 10**18, 1025, 0.001, 1.5, 0, True, "2"])
+def test_a_rank_that_the_table_does_not_have_is_not_applied(rank, tmp_path, untouched):
+    """Memory would be taken for it before the file's own factors take their places."""
+    data = changed(lambda parts: parts.description["adapter"].update(rank=rank))
+    with refused("metadata"):
+        spalier.Task.load(written(tmp_path, data)).apply_(untouched)
+
+
 def test_layers_of_all_kinds_are_applied_whatever_their_codes(tmp_path, untouched):
     """A stranger may code what Spalier does not: matrices of pointwise adapters, and scales may be negative."""
 
     def change(parts):
         parts.table["rows"][0][4] = ["pointwise", 7, 1, 0]
-        codes = [4] * 6 + parts.numbers("codes")[-12:]  # 12 codes of 7 levels, then the factors' of 15
+        codes = [4] * 6 + parts.numbers("codes")[-14:]  # 12 codes of 7 levels, then the factors' of 15
         parts.set_numbers("codes", codes)
         parts.set_numbers("scales", [-0.1, 0.2, 0.0, 0.3, *parts.numbers("scales")[4:]])
 

@@ -21,14 +21,13 @@ from hypothesis import strategies as st
 from support import assert_unchanged, snapshot
 
 import spalier
-from attacks.parts import Parts, base, join, pack, split, unpack, valid
+from attacks.parts import KINDS, Parts, base, join, pack, split, unpack, valid
 from spalier.errors import TaskFileError
 from spalier.tasks import SUFFIX
 from spalier.tasks.table import Table
 
 MEGABYTES = 64
 """Of memory that Python or numpy may need for a file of at most 100 KB."""
-STORAGES = ["exact", "int8"]
 SEEDS = st.integers(0, 2**64 - 1)
 """Each is one file; a number that fails can be tried again alone, with `hypothesis.example`."""
 
@@ -41,7 +40,7 @@ def fuzz(examples):
 
 @pytest.fixture(scope="module")
 def loads():
-    """Load and build some bytes; whatever comes out has to be a network or a `TaskFileError`."""
+    """Load, build and apply some bytes; whatever comes out has to be a network or a `TaskFileError`."""
     net, before = base(), snapshot(base())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"a{SUFFIX}"
@@ -51,7 +50,10 @@ def loads():
             path.write_bytes(data)
             tracemalloc.start()
             try:
-                return spalier.Task.load(path).build(net, fold=fold)
+                task = spalier.Task.load(path)
+                built = task.build(net, fold=fold)
+                task.apply_(copy.deepcopy(net))
+                return built
             except TaskFileError as error:
                 text = str(error)
                 assert len(text) < 500, text
@@ -72,7 +74,7 @@ def loads():
 
 def edited(random):
     """The bytes of a valid file, flipped, put in, taken out, moved or mixed with another's, up to four times."""
-    data = bytearray(valid(random.choice(STORAGES)))
+    data = bytearray(valid(random.choice(KINDS)))
     for _ in range(random.randint(1, 4)):
         at, length = random.randrange(len(data) or 1), random.randint(1, 40)
         match random.choice(["flip", "set", "insert", "delete", "copy", "splice"]):
@@ -87,7 +89,7 @@ def edited(random):
             case "copy":
                 data[at:at] = data[: at + length][-length:]
             case "splice":
-                data[at:] = valid(random.choice(STORAGES))[at:]
+                data[at:] = valid(random.choice(KINDS))[at:]
     return bytes(data)
 
 
@@ -112,8 +114,11 @@ NUMBERS = [
     2,
     3,
     4,
+    7,
     8,
     12,
+    15,
+    255,
     2**31 - 1,
     2**31,
     2**53,
@@ -127,7 +132,8 @@ NUMBERS = [
 ]
 WORDS = [
     *("", "0", "1", "2", "3", "4", "8", "weight", "bias", "running_var", "num_batches_tracked", "a", "kind"),
-    *("base", "values", "integers", "low-rank", "low-rank-whole", "pointwise", "exact", "int8", "fp16"),
+    *("base", "values", "integers", "low-rank", "low-rank-whole", "pointwise", "delta", "exact", "int8", "fp16"),
+    *("SPLoRA", "SPDelta", "ByLayer", "FineTune", "bits", "scales", "codes", "axes", "row", "layer"),
     *("F32", "F64", "F16", "BF16", "I8", "U8", "groups", "in_channels", "stride", "num_features", "eps"),
     *("__class__", "training", "..", "\x1b[2J", "\ud800", "\u202e", "x" * 900, "😀" * 900, "é", "1", "[]"),
 ]
@@ -189,7 +195,7 @@ def mutate(random, value):
 @given(SEEDS)
 def test_mutated_headers(loads, seed):
     random = Random(seed)
-    header, body = split(valid(random.choice(STORAGES)))
+    header, body = split(valid(random.choice(KINDS)))
     for _ in range(random.randint(1, 3)):
         mutate(random, header)
     loads(join(header, body))
@@ -199,7 +205,7 @@ def test_mutated_headers(loads, seed):
 @given(SEEDS)
 def test_mutated_descriptions(loads, seed):
     random = Random(seed)
-    parts = unpack(valid(random.choice(STORAGES)))
+    parts = unpack(valid(random.choice(KINDS)))
     del parts.description["table"]
     for _ in range(random.randint(1, 3)):
         mutate(random, parts.description)
@@ -210,7 +216,7 @@ def test_mutated_descriptions(loads, seed):
 @given(SEEDS)
 def test_mutated_tables(loads, seed):
     random = Random(seed)
-    parts = unpack(valid(random.choice(STORAGES)))
+    parts = unpack(valid(random.choice(KINDS)))
     del parts.description["table"]
     for _ in range(random.randint(1, 3)):
         mutate(random, parts.table)
@@ -221,7 +227,7 @@ def test_mutated_tables(loads, seed):
 def fit(parts: Parts) -> None:
     """Make masks and numbers as many as the table asks for, and sign it, where it is sound enough for that."""
     try:
-        table = Table.from_bytes(*_deflated(parts.table))
+        table = Table.from_bytes(*_deflated(parts.table), parts.description["format"])
         size = table.mask_bytes
         if size < 10_000:
             raw = parts.tensors["masks"][1].ljust(size, b"\x01")[:size]
@@ -241,7 +247,21 @@ def _fit_numbers(parts, table, masks):
     pieces = table.cut(masks)
     own = sum(len(row.keys) * math.prod(cut.shape) for row, cut in pieces if row.source == "values")
     shapes = [shape for _, cut in pieces for shape in cut.matrices]
-    counts = {"values": own, "adapters": sum(a * b for a, b in shapes), "scales": sum(a for a, _ in shapes)}
+    counts = {
+        "values": own,
+        "adapters": sum(shape.numel for shape in shapes if not shape.levels),
+        "codes": sum(shape.bytes for shape in shapes),
+        "scales": sum(shape.scales for shape in shapes),
+    }
+    if parts.description["format"] == 1 and "scales" in parts.tensors:
+        counts |= {"codes": 0, "scales": sum(shape.rows for shape in shapes)}
+    if "codes" in parts.description:
+        parts.tensors["codes"] = "U8", zlib.decompress(parts.tensors["codes"][1])
+        del parts.description["codes"]
     for name, count in counts.items():
+        if count and name not in parts.tensors:
+            parts.tensors[name] = ("U8", b"") if name == "codes" else ("F32", b"")
         if name in parts.tensors and count < 4000:
-            parts.set_numbers(name, (parts.numbers(name) * (count // 20 + 1))[:count])
+            filler = [0] if name == "codes" else [0.5]  # a byte of zeros is always a code
+            found = parts.numbers(name)
+            parts.set_numbers(name, (found * (count // 20 + 1) or filler * count)[:count])

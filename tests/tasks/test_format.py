@@ -9,7 +9,7 @@ from oracles import task_format
 from support import tiny_cnn
 from torch import nn
 from trained import EXAMPLE, DigitNet
-from zoo.made_convolutional import Dense
+from zoo.made_convolutional import Concatenations
 
 import spalier as sp
 
@@ -59,8 +59,8 @@ CASES = {
     "grouped, coded": (grouped, sp.SPDelta(bits=2), IMAGE, "8", False),
     "words": (Words, sp.SPLoRA(rank=2), WORDS, "fc", False),
     "words, coded": (Words, sp.SPDelta(bits=2, scales="layer"), WORDS, "fc", False),
-    "concatenations": (Dense, sp.SPLoRA(rank=2), IMAGE, "head", False),
-    "concatenations, coded": (Dense, sp.SPDelta(bits=4), IMAGE, "head", False),
+    "concatenations": (Concatenations, sp.SPLoRA(rank=2), IMAGE, "fc", False),
+    "concatenations, coded": (Concatenations, sp.SPDelta(bits=4), IMAGE, "fc", False),
     **{f"residual, {kind}": (lambda: DigitNet(8), adapter, EXAMPLE, "fc", True) for kind, adapter in CODED.items()},
 }
 

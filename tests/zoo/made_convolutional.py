@@ -314,6 +314,21 @@ class Dense(nn.Module):
         return self.head(self.last(torch.cat([x, x[:, 9:], x[:, 6:9]], 1)))
 
 
+class Concatenations(nn.Module):
+    """Each layer reads all before it, side by side; flattened at the end, so that a channel has several indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.one, self.two = conv(3, 8), conv(8, 6), conv(14, 10)
+        self.norm, self.pool, self.fc = nn.BatchNorm2d(24), nn.AdaptiveAvgPool2d(2), nn.Linear(24 * 4, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = torch.cat([x, self.one(x)], 1)
+        x = torch.cat([self.two(x), x], 1)
+        return self.fc(self.pool(self.norm(x)).flatten(1))
+
+
 class ManyBranches(nn.Module):
     """Branches are stacked on a new axis and weighed, or left out when they are not there."""
 
@@ -353,5 +368,6 @@ def entries() -> list[Entry]:
         ChannelOrder,
         ChannelPadding,
         Dense,
+        Concatenations,
         ManyBranches,
     )

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spalier.adapters.attach import attach_, detach_, fuse
-from spalier.adapters.kinds import ByLayer, FineTune
+from spalier.adapters.kinds import FineTune
 from spalier.criteria.score import Scores, score
 from spalier.data import Data, Loader, Split
 from spalier.distributed import wait_for_all
-from spalier.errors import BudgetError, DataError, NonFiniteError, RunError, TaskFileError
+from spalier.errors import DataError, NonFiniteError, RunError, TaskFileError
 from spalier.networks import logits_of
 from spalier.pruning.plan import Plan
 from spalier.pruning.prune import prune_
@@ -36,7 +36,7 @@ from spalier.refitting import refit_
 from spalier.runs import learning
 from spalier.runs.checkpoint import WIDE, Checkpoint, Position, RunFolder, load_checkpoint, save_checkpoint
 from spalier.runs.learning import Evaluation, evaluate
-from spalier.runs.narrow import Form, restore_unrounded_, unrounded
+from spalier.runs.narrow import Form, restore_unrounded_, unrounded, write_narrow_
 from spalier.runs.processes import Machine, Progress, StopSignals, sum_gradients_, sum_over_ranks
 from spalier.runs.settings import Settings, seed_of
 from spalier.selecting import select
@@ -44,9 +44,6 @@ from spalier.structure.structure import structure_of
 from spalier.tasks import SUFFIX, Store, Task
 from spalier.tasks.apply import apply_to_
 from spalier.tasks.base import Base
-
-_ROOM = 0.98
-"""Of a budget of bytes, what is spent before a narrow form learns on."""
 
 
 class Engine:
@@ -346,20 +343,11 @@ class Engine:
 
     def refit(self) -> None:
         """Write what was learned in the next narrow form."""
-        form = self.forms[self.position.form - 1]
         assert self.wide is not None
+        assert self._form is not None
         self._seed("refit")
         samples = list(self._samples(self.config.recovery_samples, shared=False))
-        budget = form.budget(len(self.wide.to_bytes()))
-        if budget is not None:
-            try:
-                # learning on changes codes, and with them what deflating saves: some room for that
-                refit_(self.net, bytes=int(_ROOM * budget), batches=samples, storage=self.config.storage)
-            except BudgetError as error:  # a run goes on, with the smallest file that there is
-                self.progress.line(f"{form.name}: {error}; norms and head alone are learned")
-                refit_(self.net, ByLayer(), batches=samples, storage=self.config.storage)
-        elif form.adapter is not None:
-            refit_(self.net, form.adapter, batches=samples, storage=self.config.storage)
+        write_narrow_(self.net, self._form, self.wide, samples, self.config.storage, self.progress.line)
         self.position = self.position.replace(phase="train")
         self.begin_block()
         self.save()

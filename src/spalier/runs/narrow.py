@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spalier.adapters.codes import LEVELS
-from spalier.adapters.kinds import Coded, LowRank, SPDelta, SPLoRA, SPPaRA
-from spalier.errors import ConfigError, RunError
-
-if TYPE_CHECKING:
-    from spalier.runs.settings import Settings
+from spalier.adapters.kinds import ByLayer, Coded, LowRank, SPDelta, SPLoRA, SPPaRA
+from spalier.errors import BudgetError, ConfigError, RunError
+from spalier.refitting import refit_
+from spalier.tasks import Task
+from spalier.tasks.task import Storage
 
 EXPECTED = "splora-r8, splora-r8-full, spdelta-1bit, sppara, bytes-1/20, bytes-200000 or wide"
 FAST = 5.0
@@ -78,7 +78,7 @@ def default_codes(settings: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def check_wide(config: Settings) -> None:
+def check_wide(config: Any) -> None:
     """Refuse settings that do not go with how tasks are learned."""
     if config.learn == "direct":
         if config.codes is not None:
@@ -98,6 +98,28 @@ def check_wide(config: Settings) -> None:
         raise ConfigError(
             "the budget is bytes, and learn is wide; prune by another budget, and set codes: [bytes-200000]"
         )
+
+
+def write_narrow_(
+    net: nn.Module, form: Form, wide: Task, samples: list[Any], storage: Storage, say: Callable[[str], None]
+) -> None:
+    """Write what a network has learned in a narrow form, in place."""
+    if form.name == "wide":
+        return
+    budget = form.budget(len(wide.to_bytes()))
+    if budget is None:
+        refit_(net, form.adapter, batches=samples, storage=storage)
+        return
+    try:
+        # learning on changes codes, and with them what deflating saves: some room for that
+        refit_(net, bytes=int(_ROOM * budget), batches=samples, storage=storage)
+    except BudgetError as error:  # a run goes on, with the smallest file that there is
+        say(f"{form.name}: {error}; norms and head alone are learned")
+        refit_(net, ByLayer(), batches=samples, storage=storage)
+
+
+_ROOM = 0.98
+"""Of a budget of bytes, what is spent before a narrow form learns on."""
 
 
 def speed_of(name: str) -> float:
