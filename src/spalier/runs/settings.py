@@ -388,7 +388,8 @@ def _filled(given: Mapping[str, Any]) -> dict[str, Any]:
     learn = given["learn"] or found["learn"]
     if recipe == "fast":
         found["lr"] = RATES["fine-pruning" if learn == "wide" else given["method"]]
-    lr = found["lr"] if given["lr"] is None else given["lr"]
+    is_adamw = (given["optimizer"] or found["optimizer"]) == "adamw"  # as narrow forms learn by
+    lr = given["lr"] if is_adamw and given["lr"] is not None else RATES["fine-pruning"]
     found["refit_lr"] = lr / 2  # it begins near a good place
     if learn == "wide":
         found["storage"] = "bf16"  # few bits for a weight, and many for a norm, would be badly shared out
