@@ -11,7 +11,7 @@ import spalier as sp
 from spalier import errors
 from spalier.data import open_data
 from spalier.networks import open_network
-from spalier.runs import Sweep
+from spalier.runs import Sweep, narrow
 from spalier.runs.narrow import form_of
 
 WIDE = {"learn": "wide", "refit_epochs": 1, "densities": (0.5,), "lr": 3e-3}
@@ -95,6 +95,14 @@ def test_a_sweep_over_seeds_averages_codes_apart(tmp_path):
         ("spdelta-1bit", 1.0, 2), ("wide", 1.0, 2), ("spdelta-1bit", 0.5, 2), ("wide", 0.5, 2),
     ]  # fmt: skip
     assert "spdelta-1bit" in str(summary)
+
+
+def test_a_budget_holds_after_learning_on(tmp_path, monkeypatch):
+    """Even with no room left for it: codes that learn on may take more once they are deflated."""
+    monkeypatch.setattr(narrow, "_ROOM", 1.0)
+    config = quick(**{**WIDE, "densities": (), "refit_epochs": 3, "refit_lr": 3e-3}, codes=("bytes-4000",))
+    (row,) = config.run(tmp_path / "run", progress=False).rows
+    assert 3_800 <= row["bytes"] <= 4_000
 
 
 @pytest.mark.parametrize(

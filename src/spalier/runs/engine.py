@@ -36,7 +36,7 @@ from spalier.refitting import refit_
 from spalier.runs import learning
 from spalier.runs.checkpoint import WIDE, Checkpoint, Position, RunFolder, load_checkpoint, save_checkpoint
 from spalier.runs.learning import Evaluation, evaluate
-from spalier.runs.narrow import Form, restore_unrounded_, unrounded, write_narrow_
+from spalier.runs.narrow import Form, hold_budget_, restore_unrounded_, unrounded, write_narrow_
 from spalier.runs.processes import Machine, Progress, StopSignals, sum_gradients_, sum_over_ranks
 from spalier.runs.settings import Settings, seed_of
 from spalier.selecting import select
@@ -293,6 +293,10 @@ class Engine:
         if self.forms and not self.position.form:
             self._keep_wide()
             return
+        if self._form is not None and self.wide is not None:
+            self._seed("refit")
+            samples = self._samples(self.config.recovery_samples, shared=False)
+            hold_budget_(self.net, self._form, self.wide, samples, self.config.storage)
         self._add_row()
         if self.forms:
             self._restore_wide()

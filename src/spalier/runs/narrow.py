@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from spalier.adapters.attachment import attachment_of
 from spalier.adapters.codes import LEVELS
 from spalier.adapters.kinds import ByLayer, Coded, LowRank, SPDelta, SPLoRA, SPPaRA
 from spalier.errors import BudgetError, ConfigError, RunError
@@ -106,7 +107,7 @@ def write_narrow_(
     """Write what a network has learned in a narrow form, in place."""
     if form.name == "wide":
         return
-    budget = form.budget(len(wide.to_bytes()))
+    budget = _left_for_codes(form, wide)
     if budget is None:
         refit_(net, form.adapter, batches=samples, storage=storage)
         return
@@ -118,6 +119,27 @@ def write_narrow_(
         refit_(net, ByLayer(), batches=samples, storage=storage)
 
 
+def hold_budget_(net: nn.Module, form: Form, wide: Task, samples: Iterable[Any], storage: Storage) -> None:
+    """Where learning on has made the file larger than it may be, write it once more."""
+    budget = _left_for_codes(form, wide)
+    if budget is not None and attachment_of(net).updated:
+        size = len(Task.of(net, wide.name).to_bytes(storage=storage))
+        if size > budget:
+            refit_(net, bytes=budget, batches=list(samples), storage=storage)
+
+
+def _left_for_codes(form: Form, wide: Task) -> int | None:
+    """The bytes of a form's budget, less those of what a run says of its tasks: classes, preprocessing, metrics."""
+    size = len(wide.to_bytes())
+    budget = form.budget(size)
+    if budget is None:
+        return None
+    silent = replace(wide.info, name="refit", metrics={}, classes=(), preprocessing={}, provenance={})
+    return budget - (size - len(replace(wide, info=silent).to_bytes())) - _METRICS
+
+
+_METRICS = 100
+"""Bytes that accuracies may take."""
 _ROOM = 0.98
 """Of a budget of bytes, what is spent before a narrow form learns on."""
 
