@@ -46,7 +46,7 @@ def select(
     ranking: Ranking = "global",
     writers: Writers = "coupled",
     normalise: Normalise | None = None,
-    aggregate: Aggregate = "sum",
+    aggregate: Aggregate = "mean",
     min_keep: int = 1,
     round_to: int = 1,
     protect: str | Sequence[str] | None = None,
@@ -72,8 +72,9 @@ def select(
         writers: "coupled", or "free" to let each layer that writes into a residual stream keep channels of its own.
         normalise: what each layer's scores are divided by first: none, sum, l2, mean or max; by default the
             criterion's choice.
-        aggregate: how the scores of coupled writers become one: their sum, mean or max. A unit of a stream with
-            several writers takes a channel from each of them; the mean is what it is worth for each channel.
+        aggregate: how the scores of coupled writers become one: their mean, sum or max. A unit of a stream with
+            several writers takes a channel from each of them; the mean is what it is worth for each channel. With
+            ``macs=`` convolutional networks fare better with the sum (benchmarks/choices.py).
         min_keep: how many units stay everywhere.
         round_to: widths become multiples of this, 8 or 16 say, or stay whole.
         protect: layers that keep all their channels, names or patterns of modules.

@@ -65,7 +65,7 @@ class Scores:
         close = get_close_matches(str(name), known, n=3) or known[:3]
         raise ScoreError(f"no layer {name!r} was scored; expected a name such as {', '.join(map(repr, close))}")
 
-    def of(self, stream: str, normalise: Normalise | None = None, aggregate: Aggregate = "sum") -> Floats:
+    def of(self, stream: str, normalise: Normalise | None = None, aggregate: Aggregate = "mean") -> Floats:
         """The scores of a stream: each of its layers normalised, then brought together."""
         parts = [normalised(each, normalise or self.normalise) for each in self.layers[stream].values()]
         gone = np.isnan(np.stack(parts)).all(0)
