@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from spalier import TransferPruning
 from spalier.errors import ConfigError
-from spalier.runs.settings import RECIPES
+from spalier.runs.settings import RATES, RECIPES
 
 
 def test_the_papers_recipe():
@@ -54,7 +54,7 @@ def test_what_was_loaded_follows_the_recipe_again(tmp_path):
     assert loaded.replace(recipe="fast").optimizer == "adamw"
     assert loaded.replace(recipe="fast").epochs == 3
     file.write_text(TransferPruning().to_yaml())
-    assert TransferPruning.load(file).replace(method="fine-pruning").lr == 1e-3
+    assert TransferPruning.load(file).replace(method="fine-pruning").lr == RATES["fine-pruning"]
     assert TransferPruning.load(file).replace(final_density=0.2).targets()[-1] == 0.2
 
 

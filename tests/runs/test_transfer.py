@@ -108,11 +108,26 @@ def test_no_decay_on_norms_by_choice():
     net = Small()
     sp.attach_(net, sp.SPLoRA(2), head="fc")
     spared = make_optimizer(quick(weight_decay=0.1, weight_decay_norms=False), net).param_groups
-    assert [group["weight_decay"] for group in spared] == [0.1, 0.0]
     norms = {id(p) for m in net.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()}
-    assert norms | {id(net.fc.bias)} == {id(p) for p in spared[1]["params"]}
+    undecayed = {id(p) for group in spared if not group["weight_decay"] for p in group["params"]}
+    assert norms | {id(net.fc.bias)} == undecayed
+    assert {group["weight_decay"] for group in spared} == {0.1, 0.0}
     everything = make_optimizer(quick(weight_decay=0.1, weight_decay_norms=True), net).param_groups
-    assert [group["weight_decay"] for group in everything] == [0.1]
+    assert {group["weight_decay"] for group in everything} == {0.1}
+
+
+def test_the_head_of_the_fast_recipe_learns_faster():
+    from spalier.runs.learning import make_optimizer, set_lr_
+
+    net = Small()
+    sp.attach_(net, sp.SPLoRA(2), head="fc")
+    optimizer = make_optimizer(quick(), net)
+    set_lr_(optimizer, 1e-3)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates[id(net.fc.weight)] == pytest.approx(4e-3)
+    assert rates[id(net.fc.bias)] == pytest.approx(4e-3)
+    assert rates[id(net.conv1.weight_adapter.up)] == pytest.approx(1e-3)
+    assert make_optimizer(quick(recipe="paper", densities=(0.5,)), net).param_groups[0]["speed"] == 1.0
 
 
 @pytest.mark.slow

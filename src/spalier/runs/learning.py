@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from spalier.adapters.attachment import attachment_of
 from spalier.adapters.geometry import is_norm
 from spalier.adapters.kinds import ADAPTERS
 from spalier.criteria.score import Scores, normalised
@@ -101,12 +102,16 @@ def learned_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def make_optimizer(config: Settings, net: nn.Module, *, is_narrow: bool = False) -> Optimizer:
-    """SGD or AdamW in groups: what decays, and norms and biases where these do not; of narrow forms, by their speed."""
+    """SGD or AdamW in groups: what decays, and norms and biases where these do not; each by its speed."""
     spared = set() if config.weight_decay_norms else _norms_and_biases(net)
+    heads = attachment_of(net).heads
     found: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in learned_parameters(net).items():
         decay = 0.0 if name in spared else config.weight_decay
-        speed = speed_of(name) if is_narrow else 1.0
+        # a new head begins at random, and has further to go than what was pretrained
+        speed = config.head_lr_scale if name.rpartition(".")[0] in heads else 1.0
+        if is_narrow:
+            speed = speed_of(name)
         found.setdefault((decay, speed), []).append(parameter)
     ordered = sorted(found.items(), key=lambda item: (-item[0][0], item[0][1]))
     groups = [{"params": p, "weight_decay": decay, "speed": speed} for (decay, speed), p in ordered]
