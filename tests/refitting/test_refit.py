@@ -330,3 +330,39 @@ def test_codes_of_a_budget_are_found_in_the_network_again(tmp_path):
     x = batches(1)[0][0]
     torch.testing.assert_close(again.eval()(x), task.build(base)(x), rtol=1e-5, atol=1e-5)
     assert task.build(base)(x).shape == (64, 10)
+
+
+def test_a_task_that_was_applied_without_an_example_is_refitted_too():
+    net, base = wide(density=0.6)
+    again = copy.deepcopy(base)
+    sp.Task.of(net, "wide").apply_(again)
+    sp.refit_(again, sp.SPDelta(bits=4), batches=batches(1))
+    x = batches(1)[0][0]
+    torch.testing.assert_close(sp.Task.of(again, "narrow").build(base)(x), again.eval()(x), rtol=1e-4, atol=1e-5)
+    sp.detach_(again)
+    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), base.state_dict().values(), strict=True))
+
+
+def test_a_transformer_of_hugging_face():
+    from support import TINY
+    from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2ForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {key: TINY[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")}
+    bert = BertForSequenceClassification(BertConfig(vocab_size=50, num_labels=3, **sizes))
+    gpt = GPT2ForSequenceClassification(
+        GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, num_labels=3, pad_token_id=0)
+    )
+    x = {"input_ids": torch.randint(1, 50, (4, 7)), "attention_mask": torch.ones(4, 7, dtype=torch.long)}
+    for base, head in ((bert, "classifier"), (gpt, "score")):
+        base.eval()
+        for form in ({"adapter": sp.SPDelta(bits=8)}, {"bytes": 60_000}):
+            net = copy.deepcopy(base)
+            sp.attach_(net, sp.FineTune(), head=head)
+            learn_(net)
+            out = net.eval()(**x).logits.detach()
+            sp.refit_(net, **form, batches=[x])
+            narrow = net(**x).logits
+            torch.testing.assert_close(sp.Task.of(net, "t").build(base)(**x).logits, narrow, rtol=1e-4, atol=1e-5)
+            if "adapter" in form:
+                torch.testing.assert_close(narrow, out, rtol=0.1, atol=0.1)

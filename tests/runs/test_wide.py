@@ -131,4 +131,11 @@ def test_names_of_forms():
     assert form_of("splora-r8-full").adapter == sp.SPLoRA(rank=8, kernel="full", cap=True)
     assert form_of("bytes-200000").budget(1) == 200_000
     assert form_of("bytes-1/20").label == "bytes-1of20"
-    assert quick(learn="wide", method="spdelta", adapter_options={"bits": 4}).codes == ("spdelta-4bit",)
+    assert quick(method="spdelta", adapter_options={"bits": 4}).codes == ("spdelta-4bit",)
+
+
+def test_who_asks_for_codes_learns_wide():
+    assert quick(codes=["bytes-1/20"]).learn == "wide"
+    assert quick(method="spdelta").learn == "wide"
+    assert quick(method="spdelta", learn="direct").codes is None
+    assert quick().learn == "direct"

@@ -388,6 +388,8 @@ def _filled(given: Mapping[str, Any]) -> dict[str, Any]:
         found |= {"schedule": "iterative", "final_density": 0.1}
     if recipe == "paper" and given["data"] == "torchvision:Flowers102":
         found |= {"epochs": 100, "epochs_per_prune": 50}  # a smaller set, of larger images
+    if given["codes"] is not None or given["method"] == "spdelta":
+        found["learn"] = "wide"  # few bits are hard to learn and easy to store
     learn = given["learn"] or found["learn"]
     if recipe == "fast":
         found["lr"] = RATES["fine-pruning" if learn == "wide" else given["method"]]
