@@ -20,6 +20,7 @@ from running import Small, outcome, quick
 from spalier.errors import ConfigError, RunError
 from spalier.runs import Sweep, TransferPruning
 from spalier.runs.checkpoint import RunFolder
+from spalier.runs.settings import RATES
 from spalier.runs.sweep import Summary, SweepResults, _on_ray
 
 ROOT = Path(__file__).parents[2]
@@ -69,8 +70,8 @@ def test_one_run_for_each_combination():
 
 def test_what_the_recipe_says_follows_the_settings_that_change():
     sweep = Sweep(TransferPruning(), over={"method": ["splora", "fine-pruning"]})
-    assert [config.lr for _, config in sweep.runs()] == [1e-2, 1e-3]
-    assert [config.lr for _, config in loaded(sweep).runs()] == [1e-2, 1e-3]
+    assert [config.lr for _, config in sweep.runs()] == [RATES["splora"], RATES["fine-pruning"]]
+    assert [config.lr for _, config in loaded(sweep).runs()] == [RATES["splora"], RATES["fine-pruning"]]
 
 
 def loaded(sweep: Sweep) -> Sweep:

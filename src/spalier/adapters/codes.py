@@ -109,7 +109,7 @@ def pack(codes: Any, levels: int) -> Bytes:
     """Codes as bytes: the first of those that share a byte is its lowest digit.
 
     >>> pack(np.array([1, 0, -1]), 3).tolist()
-    [14]
+    [5]
     """
     flat = np.asarray(codes).ravel()
     if levels == 2:
@@ -126,7 +126,7 @@ def pack(codes: Any, levels: int) -> Bytes:
 def unpack(data: Bytes, count: int, levels: int, dtype: Any = np.float32, memory: Any = None) -> Any:
     """The first ``count`` codes in these bytes, as an array of that dtype, in memory that is given or fresh.
 
-    >>> unpack(np.array([14], np.uint8), 3, 3).tolist()
+    >>> unpack(np.array([5], np.uint8), 3, 3).tolist()
     [1.0, 0.0, -1.0]
     """
     table = _table(levels, np.dtype(dtype).str)
