@@ -12,7 +12,7 @@ from torch import nn
 from spalier.adapters.codes import pack
 from spalier.adapters.geometry import Geometry
 from spalier.adapters.kinds import Coded
-from spalier.refitting.approximate import Delta, Metric, added, low_rank_of
+from spalier.refitting.approximate import Delta, Metric, added, low_rank_of, rooted
 from spalier.refitting.measure import metrics_of
 from spalier.refitting.spend import NOTHING, Code, Option, _hull, options_of, size_of, spent, written
 from spalier.tasks.numbers import deflated
@@ -149,3 +149,18 @@ def test_the_errors_of_options_are_those_of_what_is_written():
         update = written(delta, option.code)
         assert option.error == pytest.approx(delta.error(added(update, delta)), rel=1e-2, abs=1e-4 * found[0].error)
         assert option.bytes == pytest.approx(size_of(update), rel=1e-2)
+
+
+def test_metrics_of_few_samples_and_of_none():
+    """Fewer samples than features, features that are always zero, one direction, nothing at all."""
+    torch.manual_seed(0)
+    few, one = torch.randn(5, 72) * 1e3, torch.randn(400, 1) @ torch.randn(1, 72) * 1e4
+    few[:, :30] = 0
+    for x in (few, one, torch.zeros(3, 72)):
+        delta = delta_of(outputs=100, inputs=8, metric=Metric((x.T @ x / len(x)).float()))
+        metric, root = rooted(delta.metric.gram - 1e-3 * torch.eye(72))
+        torch.testing.assert_close(root @ root.T, metric)
+        down, up = low_rank_of(delta, 4, whole=True)
+        assert torch.isfinite(down).all()
+        assert torch.isfinite(up).all()
+        assert all(torch.isfinite(torch.tensor(option.error)) for option in options_of(delta))

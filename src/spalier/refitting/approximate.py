@@ -126,14 +126,30 @@ def low_rank_of(delta: Delta, rank: int, *, whole: bool) -> tuple[Tensor, Tensor
     if metric.gram is not None and whole and geometry.groups == 1:
         sizes = torch.ones(len(matrices[0])) if metric.outputs is None else metric.outputs.sqrt()
         sizes = sizes.to(matrices).clamp(min=1e-6 * float(sizes.max()) + 1e-30)
-        ridge = 1e-6 * float(metric.gram.diagonal().mean()) * torch.eye(len(metric.gram))
-        down, up = reduced((matrices[0] * sizes[:, None]).T.double(), metric.gram.double() + ridge, rank)
+        down, up = reduced((matrices[0] * sizes[:, None]).T.double(), rooted(metric.gram)[0], rank)
         return down.T.flip(0).to(matrices), (up / sizes.double()).flip(0).to(matrices)
     left, sizes, right = torch.linalg.svd(matrices.double(), full_matrices=False)
     root = sizes[:, :rank].sqrt()
     up = (left[:, :, :rank] * root[:, None]).permute(2, 0, 1).flatten(1)  # (rank, groups * out / groups)
     down = (right[:, :rank] * root[:, :, None]).transpose(0, 1)  # (rank, groups, features)
     return down.to(matrices).flatten(1), up.to(matrices)
+
+
+def rooted(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """A metric with as small a ridge as makes it positive, and its Cholesky root, in float64.
+
+    Moments of fewer samples than features have zeros for eigenvalues, and sums round them to either side.
+    """
+    wide = gram.double()
+    eye = torch.eye(len(gram), dtype=torch.float64, device=gram.device)
+    for share in (1e-6, 1e-5, 1e-4, 1e-3, 1e-2):
+        metric = wide + (share * float(wide.diagonal().mean()) + 1e-30) * eye
+        root, failed = torch.linalg.cholesky_ex(metric)
+        if not failed:
+            return metric, root
+    # inputs that are nearly always zero, or of one direction alone: only their sizes count
+    metric = torch.diag(wide.diagonal().clamp(min=1e-12))
+    return metric, metric.sqrt()
 
 
 def _centre(grouped: Tensor, geometry: Geometry) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from spalier.adapters.codes import codes_of, per_byte, top
 from spalier.adapters.kinds import Coded, LowRank, Update
 from spalier.errors import BudgetError
-from spalier.refitting.approximate import Delta, added, low_rank_of, round_factors_, set_codes_
+from spalier.refitting.approximate import Delta, added, low_rank_of, rooted, round_factors_, set_codes_
 
 _SCALE = 2
 """Bytes of a scale."""
@@ -144,8 +144,7 @@ def _low_rank_error(delta: Delta) -> Callable[[LowRank], float]:
     gram, geometry = delta.metric.gram, delta.geometry
     if gram is None or geometry.groups > 1:
         return lambda update: delta.error(added(update, delta))
-    ridge = 1e-6 * float(gram.diagonal().mean()) + 1e-30
-    root = torch.linalg.cholesky(gram.double() + ridge * torch.eye(len(gram), dtype=torch.float64)).float()
+    root = rooted(gram)[1].float()
     wanted, felt = delta.values.flatten(1).float() @ root, _felt(delta)
     centre = root.view(geometry.inputs, -1, len(root))[:, math.prod(geometry.kernel) // 2]
 
