@@ -401,7 +401,7 @@ def accuracies():
 
 
 def _accuracies(name, seed):
-    """In one shot with the default options; of random scores the mean over several draws."""
+    """In one shot, coupled writers by the sum of their scores; of random scores the mean over several draws."""
     net, given, rows = trained(seed), batches(16), []
     for draw in range(DRAWS if name == "random" else 1):
         chosen = criteria.Random(seed=draw) if name == "random" else name
@@ -409,7 +409,7 @@ def _accuracies(name, seed):
         for channels in (0.5, 0.3):
             small = copy.deepcopy(net)
             norms = sp.Recovery(given[:8], adapters=False, head=False)
-            sp.prune_(small, sp.select(small, scores, channels=channels), recover=norms, check=False)
+            sp.prune_(small, sp.select(small, scores, channels=channels, aggregate="sum"), recover=norms, check=False)
             rows.append(accuracy(small))
     return np.array(rows).reshape(-1, 2).mean(0)
 

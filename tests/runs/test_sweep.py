@@ -221,7 +221,7 @@ def test_a_crash_a_refusal_and_a_success(here, capfd):
         (fragile, 0.5, 1),
     ]
     log = (folder / "logs" / f"{fragile}.txt").read_text()
-    assert log.count("block 0, epoch 1") == 1  # the second attempt went on from the checkpoint
+    assert log.count("block 0/1, epoch 1/1") == 1  # the second attempt went on from the checkpoint
     check_alone(config, folder / fragile)
 
     assert (folder / "sweep.csv").read_text() == results.to_csv()

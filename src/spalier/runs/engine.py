@@ -288,7 +288,7 @@ class Engine:
             if not bool(torch.isfinite(parameter).all()):
                 raise self._not_finite(f"{name} has become NaN or infinite")
         if self.position.block == 0 and self.config.teacher == "self":
-            self._set_teacher(fuse(self.net))
+            self._set_teacher(self._task({}).build(self.base))  # as it will be made of its file, to the bit
         self.best, self.best_values = None, {}
         if self.forms and not self.position.form:
             self._keep_wide()
