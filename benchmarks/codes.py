@@ -222,11 +222,15 @@ def loss_of(logits: Tensor, labels: Tensor, taught: Tensor | None) -> Tensor:
     return 0.5 * loss + 0.5 * TEMPERATURE**2 * F.kl_div(ours, theirs, reduction="batchmean", log_target=True)
 
 
-def role_of(name: str) -> str:
-    """What a learned parameter is, which decides its rate."""
+def role_of(net: nn.Module, name: str) -> str:
+    """What a learned parameter is, which decides its rate; factors that are codes learn as codes do."""
     if "_adapter." not in name:
         return "rest"
-    return {"delta": "bits", "gain": "gains"}.get(name.rpartition(".")[2], "factors")
+    owner, _, key = name.rpartition(".")
+    if key == "gain":
+        return "gains"
+    is_coded: Any = getattr(net.get_submodule(owner), "levels", 0)
+    return "bits" if key == "delta" or is_coded else "factors"
 
 
 def adamw(net: nn.Module, rates: Mapping[str, float], steps: int) -> tuple[Any, Any]:
@@ -234,7 +238,7 @@ def adamw(net: nn.Module, rates: Mapping[str, float], steps: int) -> tuple[Any, 
     learned: dict[str, list[Tensor]] = {}
     for name, parameter in net.named_parameters():
         if parameter.requires_grad:
-            learned.setdefault(role_of(name), []).append(parameter)
+            learned.setdefault(role_of(net, name), []).append(parameter)
     groups = [{"params": parameters, "lr": rates[role]} for role, parameters in learned.items()]
     optimizer = torch.optim.AdamW(groups, weight_decay=1e-4)
     warm = max(1, steps // 10)

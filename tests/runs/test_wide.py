@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 from running import quick
+from torch import nn
 
 import spalier as sp
 from spalier import errors
 from spalier.data import open_data
 from spalier.networks import open_network
+from spalier.refitting.approximate import round_factors_
 from spalier.runs import Sweep, narrow
 from spalier.runs.narrow import form_of
 
@@ -132,6 +134,18 @@ def test_names_of_forms():
     assert form_of("bytes-200000").budget(1) == 200_000
     assert form_of("bytes-1/20").label == "bytes-1of20"
     assert quick(method="spdelta", adapter_options={"bits": 4}).codes == ("spdelta-4bit",)
+
+
+def test_factors_and_scales_learn_faster_than_codes():
+    net = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Linear(16, 2))
+    sp.attach_(net, sp.ByLayer({"0.weight": sp.SPLoRA(rank=2), "2.weight": sp.SPDelta(bits=2)}), head="3")
+    speeds = {name: narrow.speed_of(net, name) for name, p in net.named_parameters() if p.requires_grad}
+    assert {name for name, speed in speeds.items() if speed == narrow.FAST} == {
+        "0.weight_adapter.down", "0.weight_adapter.up", "2.weight_adapter.gain",
+    }  # fmt: skip
+    assert speeds["2.weight_adapter.delta"] == speeds["1.weight"] == speeds["3.weight"] == 1.0
+    round_factors_(net[0].weight_adapter, 15)
+    assert narrow.speed_of(net, "0.weight_adapter.up") == 1.0
 
 
 def test_who_asks_for_codes_learns_wide():

@@ -111,7 +111,7 @@ def make_optimizer(config: Settings, net: nn.Module, *, is_narrow: bool = False)
         # a new head begins at random, and has further to go than what was pretrained
         speed = config.head_lr_scale if name.rpartition(".")[0] in heads else 1.0
         if is_narrow:
-            speed = speed_of(name)
+            speed = speed_of(net, name)
         found.setdefault((decay, speed), []).append(parameter)
     ordered = sorted(found.items(), key=lambda item: (-item[0][0], item[0][1]))
     groups = [{"params": p, "weight_decay": decay, "speed": speed} for (decay, speed), p in ordered]

@@ -144,14 +144,16 @@ _ROOM = 0.98
 """Of a budget of bytes, what is spent before a narrow form learns on."""
 
 
-def speed_of(name: str) -> float:
+def speed_of(net: nn.Module, name: str) -> float:
     """How much faster a parameter of a narrow form learns than the others.
 
-    >>> speed_of("conv1.weight_adapter.up"), speed_of("conv1.weight_adapter.delta"), speed_of("bn1.weight")
-    (5.0, 1.0, 1.0)
+    Factors that are rounded to a few levels learn like other codes: faster ones forgot more than they learned.
     """
     owner, _, key = name.rpartition(".")
-    return FAST if owner.endswith("_adapter") and key in ("down", "up", "gain") else 1.0
+    if not owner.endswith("_adapter"):
+        return 1.0
+    is_coded = bool(getattr(net.get_submodule(owner), "levels", 0))
+    return FAST if key == "gain" or (key in ("down", "up") and not is_coded) else 1.0
 
 
 # what a task file does not hold: the numbers that codes were rounded from
