@@ -49,7 +49,6 @@ WIDE = {
     "lr": 0.05,
     "epochs": 3,
     "densities": (0.5,),
-    "head_lr_scale": 1.0,  # lest rounding grow
     "learn": "wide",
     "codes": ("spdelta-4bit", "splora-r2", "bytes-1/3"),
     "refit_epochs": 1,

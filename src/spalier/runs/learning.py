@@ -108,7 +108,6 @@ def make_optimizer(config: Settings, net: nn.Module, *, is_narrow: bool = False)
     found: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in learned_parameters(net).items():
         decay = 0.0 if name in spared else config.weight_decay
-        # a new head begins at random, and has further to go than what was pretrained
         speed = config.head_lr_scale if name.rpartition(".")[0] in heads else 1.0
         if is_narrow:
             speed = speed_of(net, name)
