@@ -55,7 +55,7 @@ WEIGHTS = Path(os.environ.get("SPALIER_WEIGHTS", ROOT.parent / "shared" / "weigh
 RESULTS = ROOT / "benchmarks" / "results" / "codes"
 WORK = Path("/tmp/codes/work")
 PAGE = ROOT / "docs" / "codes.md"
-SCORED, TEMPERATURE = 256, 2.0
+SCORED, TEMPERATURE, ROOM = 256, 2.0, 0.97
 
 
 @dataclass(frozen=True)
@@ -522,7 +522,8 @@ def tail(spec: Spec, density: float, method: str, seed: int, teacher: Teacher) -
         return by_nncodec(spec, density, seed, budget_of(spec, density, seed, number))
     net, batches = restored(spec, density, seed), calibration(spec, seed)
     if kind == "bytes":
-        refitted = sp.refit_(net, bytes=budget_of(spec, density, seed, number), batches=batches)
+        # learning on changes codes, and with them what deflating saves
+        refitted = sp.refit_(net, bytes=int(ROOM * budget_of(spec, density, seed, number)), batches=batches)
     else:
         refitted = sp.refit_(net, REFITS[method](), batches=batches)
     chosen: dict[str, int] = {}
