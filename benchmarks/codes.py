@@ -53,7 +53,7 @@ torchvision_ops.declare()  # transformers looks for torchvision as it is importe
 DATA = Path(os.environ.get("SPALIER_DATA", ROOT.parent / "shared" / "data"))
 WEIGHTS = Path(os.environ.get("SPALIER_WEIGHTS", ROOT.parent / "shared" / "weights"))
 RESULTS = ROOT / "benchmarks" / "results" / "codes"
-WORK = Path("/tmp/codes/work")
+WORK = Path(__file__).parent / "work"
 PAGE = ROOT / "docs" / "codes.md"
 SCORED, TEMPERATURE, ROOM = 256, 2.0, 0.97
 

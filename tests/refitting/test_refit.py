@@ -366,3 +366,17 @@ def test_a_transformer_of_hugging_face():
             torch.testing.assert_close(sp.Task.of(net, "t").build(base)(**x).logits, narrow, rtol=1e-4, atol=1e-5)
             if "adapter" in form:
                 torch.testing.assert_close(narrow, out, rtol=0.1, atol=0.1)
+
+
+def test_adapters_by_layer_are_set_by_the_regression_too():
+    names = {"layers.0.conv1.weight": sp.SPDelta(bits=1), "layers.1.conv2.weight": sp.SPLoRA(rank=2)}
+    errors_of = {}
+    for given in (None, batches(2)):
+        net, _ = wide()
+        result = sp.refit_(net, sp.ByLayer(names), batches=given)
+        rows = {row.name: row for row in result.rows}
+        assert {name for name, row in rows.items() if row.code != "nothing"} == set(names)
+        deltas = {e.name: e.update.stored()[0].values.clone() for e in attachment_of(net).updated}
+        errors_of[given is None] = deltas
+    for name in ("layers.0.conv1", "layers.1.conv2"):
+        assert not torch.equal(errors_of[True][name], errors_of[False][name])

@@ -42,7 +42,7 @@ Weights = dict[str, tuple[Geometry, Fit]]
 
 def attach_(
     net: nn.Module,
-    adapter: Adapter | FineTune,
+    adapter: Adapter | ByLayer | FineTune,
     *,
     example: Any = None,
     targets: Targets = None,
@@ -88,7 +88,7 @@ def attach_(
 
 def attach_with_(
     net: nn.Module,
-    adapter: Adapter | FineTune,
+    adapter: Adapter | ByLayer | FineTune,
     targets: Targets,
     head: str | Sequence[str] | None,
     norms: bool,
@@ -146,15 +146,15 @@ class _Plan:
     """Modules whose own parameters learn as they are, and as what: norm, head or weights."""
     unpaid: set[nn.Module]
     """Layers that a cap left without a rank."""
-    adapter_of: AdapterOf = lambda layer, weight: ByLayer()
-    """The adapter of each weight."""
+    adapter_of: AdapterOf = lambda layer, weight: None
+    """The adapter of each weight; None leaves it frozen."""
     also: dict[nn.Module, set[str]] = field(default_factory=dict)
     """Single parameters that learn as they are, in modules that do not."""
 
 
 def _plan(
     names: Names,
-    adapter: Adapter | FineTune,
+    adapter: Adapter | ByLayer | FineTune,
     targets: Targets,
     head: str | Sequence[str] | None,
     norms: bool,
@@ -205,7 +205,7 @@ def _fine_tuned(names: Names, targets: Targets) -> dict[nn.Module, str]:
 
 def _fit(
     names: Names,
-    adapter: Adapter,
+    adapter: Adapter | ByLayer,
     chosen: dict[nn.Module, dict[str, Geometry]],
     learned: dict[nn.Module, str],
 ) -> _Plan:
@@ -215,7 +215,11 @@ def _fit(
     for layer, weights in chosen.items():
         _check_free(names.first(layer), layer, weights)
         try:
-            fits = {name: (geometry, adapter_of(layer, name).fit(geometry)) for name, geometry in weights.items()}
+            fits = {
+                name: (geometry, each.fit(geometry))
+                for name, geometry in weights.items()
+                if (each := adapter_of(layer, name)) is not None
+            }
         except RankError as error:
             raise RankError(f"{names.first(layer)} ({type(layer).__name__}): {error}") from None
         paid = {name: entry for name, entry in fits.items() if entry[1].learned}
@@ -235,7 +239,7 @@ def _check_free(name: str, layer: nn.Module, weights: Iterable[str]) -> None:
         raise AttachmentError(f"{name} has an attribute {taken[0]} of its own, where its adapter would sit")
 
 
-def _build(names: Names, plan: _Plan, adapter: Adapter | FineTune) -> list[Updated]:
+def _build(names: Names, plan: _Plan, adapter: Adapter | ByLayer | FineTune) -> list[Updated]:
     if isinstance(adapter, FineTune):
         return []
     built: dict[int, Update] = {}  # tied weights share one update
@@ -244,7 +248,9 @@ def _build(names: Names, plan: _Plan, adapter: Adapter | FineTune) -> list[Updat
         for name, (geometry, fit) in weights.items():
             weight = layer.get_parameter(name)
             if id(weight) not in built:
-                built[id(weight)] = plan.adapter_of(layer, name).build(geometry, fit, weight)
+                each = plan.adapter_of(layer, name)
+                assert each is not None
+                built[id(weight)] = each.build(geometry, fit, weight)
             updated.append(Updated(names.first(layer), layer, name, built[id(weight)]))
     return updated
 
@@ -318,7 +324,7 @@ def _check_arguments(net: object, adapter: object, targets: object, norms: objec
     if not isinstance(net, nn.Module):
         raise ConfigError(f"net is a {type(net).__name__}, expected a torch.nn.Module")
     if isinstance(adapter, type) or not (
-        isinstance(adapter, FineTune) or (hasattr(adapter, "fit") and hasattr(adapter, "build"))
+        isinstance(adapter, FineTune | ByLayer) or (hasattr(adapter, "fit") and hasattr(adapter, "build"))
     ):
         raise ConfigError(f"adapter is {adapter!r}, expected one such as SPLoRA(rank=8)")
     if not isinstance(norms, bool):

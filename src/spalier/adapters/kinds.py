@@ -536,26 +536,11 @@ class ByLayer:
 
     def __post_init__(self) -> None:
         for name, adapter in self.adapters.items():
-            if isinstance(adapter, type | ByLayer) or not (hasattr(adapter, "fit") and hasattr(adapter, "build")):
+            if isinstance(adapter, type) or not (hasattr(adapter, "fit") and hasattr(adapter, "build")):
                 raise ConfigError(f"the adapter of {name} is {adapter!r}, expected one such as SPLoRA(rank=8)")
-
-    def of(self, name: str) -> Adapter:
-        """The adapter of one weight."""
-        return self.adapters.get(name, _NOTHING)
-
-    def fit(self, geometry: Geometry) -> Fit:
-        """Nothing, for a weight that is not named."""
-        return Fit(rank=None, learned=0)
-
-    def build(self, geometry: Geometry, fit: Fit, weight: Tensor) -> Update:
-        """Never asked for: what is named builds its own."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"ByLayer({len(self.adapters)} weights)"
-
-
-_NOTHING = ByLayer()
 
 
 @dataclass(frozen=True)

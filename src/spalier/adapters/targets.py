@@ -173,10 +173,10 @@ def _ties_listed(names: Names, owners: list[Owner]) -> str:
     return " and ".join(f"{names.first(module)}.{key}" for module, key in owners)
 
 
-AdapterOf = Callable[[nn.Module, str], Adapter]
+AdapterOf = Callable[[nn.Module, str], Adapter | None]
 
 
-def adapters_of(names: Names, adapter: Adapter, chosen: Mapping[nn.Module, Iterable[str]]) -> AdapterOf:
+def adapters_of(names: Names, adapter: Adapter | ByLayer, chosen: Mapping[nn.Module, Iterable[str]]) -> AdapterOf:
     """The adapter of each weight of the layers that were chosen; of a `ByLayer`, by any name that the weight has."""
     if not isinstance(adapter, ByLayer):
         return lambda layer, weight: adapter
@@ -193,5 +193,5 @@ def adapters_of(names: Names, adapter: Adapter, chosen: Mapping[nn.Module, Itera
                 f"ByLayer names {name!r}, which is no weight that can be adapted here; expected names such as "
                 f"{', '.join(map(repr, close)) or 'none: there is no such weight'}"
             )
-    found = {named[name]: by_layer.of(name) for name in by_layer.adapters}
-    return lambda layer, weight: found.get(id(layer.get_parameter(weight)), by_layer)
+    found = {named[name]: each for name, each in by_layer.adapters.items()}
+    return lambda layer, weight: found.get(id(layer.get_parameter(weight)))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from spalier.adapters.codes import best_scales, codes_of
 from spalier.adapters.geometry import Geometry
-from spalier.adapters.kinds import Coded, LoRA, LowRank, Pointwise, SPDelta, SPLoRA, SPPaRA, Update, add_
+from spalier.adapters.kinds import Coded, LoRA, LowRank, Pointwise, SPDelta, SPLoRA, SPPaRA, Update
 from spalier.errors import ConfigError, RankError
 from spalier.pruning.regression import reduced
 
@@ -51,6 +51,11 @@ class Delta:
     def values(self) -> Tensor:
         """What was added to the base."""
         return self.fused - self.base
+
+    @property
+    def is_layers_own(self) -> bool:
+        """Whether it is what the layer multiplies its input with; attention has several others."""
+        return self.name.rpartition(".")[2] == "weight"
 
     @property
     def is_nothing(self) -> bool:
@@ -201,6 +206,5 @@ def round_factors_(update: LowRank, levels: int) -> None:
 def added(update: Update, delta: Delta) -> Tensor:
     """What an update adds to the weight."""
     with torch.no_grad():
-        if isinstance(update, Coded | Pointwise | LowRank):
-            return update(torch.zeros_like(delta.base))  # type: ignore[no-any-return]
-    return add_(torch.zeros_like(delta.base), delta.values, delta.geometry)
+        made: Tensor = update(torch.zeros_like(delta.base))
+    return made

@@ -78,7 +78,7 @@ class Refitted:
 
 def refit_(
     net: nn.Module,
-    adapter: Adapter | FineTune | None = None,
+    adapter: Adapter | ByLayer | FineTune | None = None,
     *,
     bytes: int | None = None,
     batches: Iterable[Any] | None = None,
@@ -132,7 +132,7 @@ def _check_arguments(adapter: object, budget: object) -> None:
         raise ConfigError("refit_ takes an adapter such as SPDelta(bits=1), or bytes=..., and not both")
     if budget is not None:
         check_integer("bytes", budget)
-    elif isinstance(adapter, type) or not (isinstance(adapter, FineTune) or hasattr(adapter, "fit")):
+    elif isinstance(adapter, type) or not (isinstance(adapter, FineTune | ByLayer) or hasattr(adapter, "fit")):
         raise ConfigError(f"adapter is {adapter!r}, expected one such as SPDelta(bits=1)")
 
 
@@ -146,6 +146,8 @@ class _Work:
     def __init__(self, net: nn.Module, attachment: Attachment, adapter: Any, storage: Storage) -> None:
         self.net, self.attachment, self.adapter, self.storage = net, attachment, adapter, storage
         self.structure = attachment.structure
+        self.is_spent = False
+        """Whether codes were chosen for a budget of bytes, which no regression may change any more."""
         self.codes: dict[str, str] = {}
         """What is written for each weight, in words."""
         self.task = Task.of(net, "refit")  # which refuses NaN, and what cannot be saved
@@ -178,8 +180,8 @@ class _Work:
             return dict.fromkeys(self.deltas)
         made: Made = {}
         for name, delta in self.deltas.items():
-            adapter = self.adapter.of(name) if isinstance(self.adapter, ByLayer) else self.adapter
-            paid = adapter.fit(delta.geometry).learned
+            adapter = self.adapter.adapters.get(name) if isinstance(self.adapter, ByLayer) else self.adapter
+            paid = adapter is not None and adapter.fit(delta.geometry).learned
             made[name] = approximation(delta, adapter) if paid else None
             self.codes[name] = _in_words(adapter) if paid else str(NOTHING)
         if not any(made.values()) and not isinstance(self.adapter, ByLayer):
@@ -193,9 +195,9 @@ class _Work:
             paths = {delta.path: delta.path in centred for delta in self.deltas.values()}
             metrics = metrics_of(plain, paths, calibration[1])
             for delta in self.deltas.values():
-                delta.metric = metrics[delta.path] if delta.name.endswith(".weight") else delta.metric
+                delta.metric = metrics[delta.path] if delta.is_layers_own else delta.metric
         options = {name: options_of(delta) for name, delta in self.deltas.items()}
-        self.adapter = ByLayer()
+        self.adapter, self.is_spent = ByLayer(), True
 
         def made(codes: Mapping[str, Code]) -> Made:
             return {n: None if code == NOTHING else written(self.deltas[n], code) for n, code in codes.items()}
@@ -243,9 +245,9 @@ class _Work:
 
     def _recovered(self, attachment: Attachment, plain: nn.Module, calibration: Any) -> Any:
         recovery, inputs = calibration
-        # with a budget the codes are chosen, and their bytes counted: only norms follow
-        recovery = dataclasses.replace(recovery, adapters=not isinstance(self.adapter, ByLayer | FineTune))
-        deltas = {delta.path: delta.values for delta in self.deltas.values() if delta.name.endswith("weight")}
+        is_set = self.is_spent or isinstance(self.adapter, FineTune)  # only norms follow
+        recovery = dataclasses.replace(recovery, adapters=not is_set)
+        deltas = {delta.path: delta.values for delta in self.deltas.values() if delta.is_layers_own}
         wishes = Wishes(centred=centred_layers(self.structure), deltas=deltas)
         return recover_(self.net, plain, attachment, recovery, inputs, Changes(), wishes)
 

@@ -340,7 +340,7 @@ def setting_groups() -> dict[str, list[tuple[str, Any, str]]]:
     >>> setting_groups()["adapter"][1]
     ('rank', 8, "the adapters' rank; a float is a share of each layer's largest rank.")
     """
-    defaults = Settings().given | dict.fromkeys(_RECIPES, "by recipe")
+    defaults = Settings().given | dict.fromkeys((*_RECIPES, "refit_lr"), "by recipe")
     groups: dict[str, list[tuple[str, Any, str]]] = {}
     entries: list[tuple[str, Any, str]] = []
     for line in (Settings.__doc__ or "").splitlines():
