@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from spalier.adapters.codes import pack
-from spalier.adapters.geometry import Geometry
+from spalier.adapters.geometry import Geometry, geometries
 from spalier.adapters.kinds import Coded
 from spalier.refitting.approximate import Delta, Metric, added, low_rank_of, rooted
 from spalier.refitting.measure import metrics_of
@@ -164,3 +164,49 @@ def test_metrics_of_few_samples_and_of_none():
         assert torch.isfinite(down).all()
         assert torch.isfinite(up).all()
         assert all(torch.isfinite(torch.tensor(option.error)) for option in options_of(delta))
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding(30, 6), nn.ConvTranspose1d(6, 5, 3), nn.Conv1d(6, 8, 3, groups=2)])
+def test_errors_of_options_are_felt_by_output_on_every_kind_of_layer(layer):
+    torch.manual_seed(0)
+    geometry = geometries(layer)["weight"]
+    base = layer.weight.detach()
+    metric = Metric(None, torch.rand(geometry.outputs), 0.3)
+    delta = Delta("x.weight", "x", geometry, base, base + 0.1 * torch.randn_like(base), metric)
+    expected = (geometry.grouped(delta.values).flatten(2).square().sum(2).flatten() * metric.outputs).sum() * 0.3
+    assert delta.error() == pytest.approx(float(expected), rel=1e-5)
+    for option in options_of(delta)[1:]:
+        update = written(delta, option.code)
+        assert option.error == pytest.approx(delta.error(added(update, delta)), rel=1e-2, abs=1e-5 * delta.error())
+
+
+def test_what_the_loss_feels_of_every_branch():
+    """Of layers that the first one is not before, of several calls, of what an activation changes in place, of none."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.twice, self.unheard = (nn.Linear(3, 3) for _ in range(4))
+            self.words, self.fc = nn.Embedding(7, 3), nn.Linear(3, 2)
+
+        def forward(self, x, y, tokens):
+            self.unheard(x)
+            hidden = F.relu(self.a(x), inplace=True) + F.relu(self.b(y), inplace=True) + self.words(tokens)
+            return self.fc(self.twice(self.twice(hidden)))
+
+    torch.manual_seed(0)
+    net = Net()
+    inputs = (torch.randn(8, 3), torch.randn(8, 3), torch.randint(0, 7, (8,)))
+    names = ("a", "b", "twice", "unheard", "words", "fc")
+    found = metrics_of(net, dict.fromkeys(names, False), (inputs, {}))
+    assert all(found[name].outputs.shape == net.get_submodule(name)(inputs[0]).shape[1:] for name in ("a", "b"))
+    assert all(bool((found[name].outputs > 0).any()) for name in names if name != "unheard")
+    assert not found["unheard"].outputs.any()
+    assert found["words"].power == pytest.approx(1 / 7)
+    # before the activation, which lets nothing through of what it has set to zero
+    drawn = torch.multinomial(net(*inputs).softmax(1), 1, generator=torch.Generator().manual_seed(0))[:, 0]
+    before = net.b(inputs[1]).detach().requires_grad_()
+    hidden = F.relu(net.a(inputs[0])) + F.relu(before) + net.words(inputs[2])
+    loss = F.cross_entropy(net.fc(net.twice(net.twice(hidden))), drawn, reduction="sum")
+    (grad,) = torch.autograd.grad(loss, before)
+    torch.testing.assert_close(found["b"].outputs, grad.square().mean(0), rtol=1e-4, atol=1e-8)

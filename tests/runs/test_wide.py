@@ -14,6 +14,7 @@ from spalier.data import open_data
 from spalier.networks import open_network
 from spalier.refitting.approximate import round_factors_
 from spalier.runs import Sweep, narrow
+from spalier.runs.checkpoint import RunFolder
 from spalier.runs.narrow import form_of
 
 WIDE = {"learn": "wide", "refit_epochs": 1, "densities": (0.5,), "lr": 3e-3}
@@ -153,3 +154,22 @@ def test_who_asks_for_codes_learns_wide():
     assert quick(method="spdelta").learn == "wide"
     assert quick(method="spdelta", learn="direct").codes is None
     assert quick().learn == "direct"
+
+
+def test_killed_before_the_results_are_written(tmp_path, monkeypatch):
+    """The wide network is kept until nothing can need it any more."""
+    config = quick(**{**WIDE, "densities": (), "epochs": 1}, codes=("spdelta-1bit",))
+    write = RunFolder.write_json
+
+    def killed(self, path, value):
+        if path == self.results:
+            raise KeyboardInterrupt
+        write(self, path, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "write_json", killed)
+        with pytest.raises(KeyboardInterrupt):
+            config.run(tmp_path / "run", progress=False)
+    results = config.run(tmp_path / "run", progress=False)
+    assert [row["code"] for row in results.rows] == ["spdelta-1bit"]
+    assert not (tmp_path / "run" / "wide.task.safetensors").exists()

@@ -32,6 +32,11 @@ class Metric:
     power: float = 1.0
     """The inputs' mean square, where the moments are not known."""
 
+    def in_all_directions(self) -> Metric:
+        """The same on average, for a weight inside of what was measured."""
+        power = self.power if self.gram is None else float(self.gram.diagonal().mean())
+        return Metric(power=power * (1.0 if self.outputs is None else float(self.outputs.mean())))
+
 
 @dataclass
 class Delta:

@@ -6,13 +6,14 @@ targets are needed: the mean square of its gradient is the Fisher information of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from spalier.adapters.geometry import geometries
 from spalier.errors import RecoveryError
 from spalier.networks import logits_of
 from spalier.pruning.regression import Moments, features
@@ -51,19 +52,22 @@ def metrics_of(net: nn.Module, layers: Mapping[str, bool], inputs: Any) -> dict[
         for parameter, flag in flags:  # gradients reach every layer's output
             stack.callback(parameter.requires_grad_, flag)
             parameter.requires_grad_(parameter.is_floating_point())
-        _run(net, args, kwargs)
+        _run(net, args, kwargs, list(watched.values()))
     return {path: each.metric() for path, each in watched.items()}
 
 
-def _run(net: nn.Module, args: Any, kwargs: Any) -> None:
+def _run(net: nn.Module, args: Any, kwargs: Any, watched: Sequence[_Watched]) -> None:
     logits = logits_of(net(*args, **kwargs)).float()
     logits = logits.reshape(-1, logits.shape[-1])
     generator = torch.Generator().manual_seed(0)
     chances = logits.detach().softmax(1).cpu()
     drawn = torch.multinomial(chances, 1, generator=generator)[:, 0].to(logits.device)
     loss = torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")
-    # the hooks look at gradients of activations; those of parameters are not asked for
-    torch.autograd.grad(loss, [p for p in net.parameters() if p.requires_grad][:1], allow_unused=True)
+    edges = [edge for each in watched for edge, _ in each.edges]
+    grads = iter(torch.autograd.grad(loss, edges, allow_unused=True))  # None where the loss does not depend on it
+    for each in watched:
+        for _, axis in each.edges:
+            each.felt.append(_per_sample(next(grads), axis, each.layer))
 
 
 class _Watched:
@@ -75,7 +79,9 @@ class _Watched:
         self._is_plain = own is not None and getattr(layer, "groups", 1) == 1
         self._moments = Moments(centred=centred)
         self._power: list[Tensor] = []
-        self._felt: list[Tensor] = []
+        self.felt: list[Tensor] = []
+        self.edges: list[tuple[Any, int]] = []
+        """Where gradients of what it returned can be had, as it was before anybody changed it in place."""
 
     def look(self, layer: Any, given: Any, named: Any, output: Any) -> None:
         """Note what a call takes, and what the loss feels of what it returns."""
@@ -88,19 +94,23 @@ class _Watched:
                     self._moments.add(seen, seen[:, :1])
             elif x.is_floating_point():
                 self._power.append(x.detach().float().square().mean())
+            elif isinstance(layer, nn.Embedding):  # each of its rows is read as often as any other
+                self._power.append(torch.tensor(1 / layer.num_embeddings))
         if output.requires_grad:
             axis = 1 if isinstance(layer, nn.modules.conv._ConvNd) and output.dim() > 2 else -1
-            output.register_hook(lambda grad: self._felt.append(_per_sample(grad.detach(), axis)))
+            self.edges.append((torch.autograd.graph.get_gradient_edge(output), axis))
 
     def metric(self) -> Metric:
         """Of what was seen; the same in all directions where nothing was."""
-        outputs = torch.stack(self._felt).mean(0) if self._felt else None
+        outputs = torch.stack(self.felt).mean(0) if self.felt else None
         if self._moments.count:
             return Metric(self._moments.means()[0].float(), outputs)
         power = float(torch.stack(self._power).mean()) if self._power else 1.0
         return Metric(None, outputs, power)
 
 
-def _per_sample(grad: Tensor, axis: int) -> Tensor:
+def _per_sample(grad: Tensor | None, axis: int, layer: Any) -> Tensor:
     """The squares of a gradient, summed over positions, as a mean over samples: (outputs,)."""
+    if grad is None:
+        return torch.zeros(sum(geometry.outputs for geometry in geometries(layer).values()), device=layer.weight.device)
     return grad.float().movedim(axis, -1).reshape(-1, grad.shape[axis]).square().sum(0) / len(grad)

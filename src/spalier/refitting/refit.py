@@ -195,7 +195,8 @@ class _Work:
             paths = {delta.path: delta.path in centred for delta in self.deltas.values()}
             metrics = metrics_of(plain, paths, calibration[1])
             for delta in self.deltas.values():
-                delta.metric = metrics[delta.path] if delta.is_layers_own else delta.metric
+                found = metrics[delta.path]
+                delta.metric = found if delta.is_layers_own else found.in_all_directions()
         options = {name: options_of(delta) for name, delta in self.deltas.items()}
         self.adapter, self.is_spent = ByLayer(), True
 

@@ -80,6 +80,13 @@ def options_of(delta: Delta) -> list[Option]:
 
 
 def _bits(delta: Delta) -> Iterator[Option]:
+    if delta.geometry.inputs_first:  # rows are inputs, and errors are felt by output
+        for levels, steps in _STEPS.items():
+            for step in steps:
+                code = Code("bits", levels, step=step)
+                update = written(delta, code)
+                yield Option(code, size_of(update), delta.error(added(update, delta)))
+        return
     matrix, gram = delta.values.flatten(1).float(), delta.metric.gram
     felt = _felt(delta)
     own = (matrix if gram is None else matrix @ gram).mul(matrix).sum(1)  # (rows,)
@@ -97,10 +104,9 @@ def _bits(delta: Delta) -> Iterator[Option]:
 
 def _felt(delta: Delta) -> Tensor:
     """What the loss feels of each row of the weight, for inputs of the metric."""
-    rows, metric = len(delta.base), delta.metric
-    found = torch.full((rows,), 1.0 if metric.gram is not None else metric.power)
-    fits = metric.outputs is not None and len(metric.outputs) == rows and not delta.geometry.inputs_first
-    return found * metric.outputs if fits and metric.outputs is not None else found
+    metric = delta.metric
+    found = torch.full((len(delta.base),), 1.0 if metric.gram is not None else metric.power, device=delta.base.device)
+    return found if metric.outputs is None else found * metric.outputs
 
 
 def _scales(delta: Delta) -> tuple[bool, ...]:

@@ -307,7 +307,6 @@ class Engine:
         self.plan = None
         if self.position.block == len(self.targets):
             self.position = self.position.replace(phase="done")
-            (self.folder.path / WIDE).unlink(missing_ok=True)
             return
         block = self.position.block + 1
         self.position = self.position.replace(block=block, form=0, phase="score", epoch=0, batch=0)

@@ -23,7 +23,7 @@ from spalier.data import Data, open_data
 from spalier.distributed import from_first_rank
 from spalier.errors import AttachmentError, ConfigError, RunError, SpalierError
 from spalier.networks import head_of, logits_of, open_network
-from spalier.runs.checkpoint import RunFolder
+from spalier.runs.checkpoint import WIDE, RunFolder
 from spalier.runs.engine import Engine
 from spalier.runs.learning import digest
 from spalier.runs.processes import Machine
@@ -156,6 +156,8 @@ class TransferPruning(Settings):
             rows, skipped = loop.run(progress), list(map(str, samples.skipped))
             results = Results(where.path, rows, skipped, loop.base_digest, samples.digest)
             where.write_json(where.results, results.to_dict())
+            if machine.is_first:  # until here a run that is killed needs it to go on
+                (where.path / WIDE).unlink(missing_ok=True)
             return results
 
 
