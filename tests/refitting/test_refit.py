@@ -12,6 +12,7 @@ import spalier as sp
 from spalier import errors
 from spalier.adapters.attachment import attachment_of
 from spalier.adapters.kinds import Coded, LowRank
+from spalier.refitting import refit
 
 FORMS = [sp.SPLoRA(rank=2, cap=True), sp.SPLoRA(rank=2, kernel="full", cap=True), sp.SPPaRA()]
 FORMS += [sp.SPDelta(bits=bits) for bits in (1, 2, 3, 4, 8)] + [sp.SPDelta(bits=2, scales="layer")]
@@ -380,3 +381,27 @@ def test_adapters_by_layer_are_set_by_the_regression_too():
         errors_of[given is None] = deltas
     for name in ("layers.0.conv1", "layers.1.conv2"):
         assert not torch.equal(errors_of[True][name], errors_of[False][name])
+
+
+@pytest.mark.parametrize("before", [sp.FineTune(), sp.SPDelta(bits=2)], ids=str)
+def test_an_interrupt_leaves_the_network_as_it_was(before, monkeypatch):
+    """In the middle of the regression: the same outputs and codes, and an optimizer that trains what is there."""
+    net, _ = wide(density=0.6)
+    if not isinstance(before, sp.FineTune):
+        sp.refit_(net, before)
+    x = batches(1)[0][0]
+    out, kept = net.eval()(x).detach(), sp.kept_units(net)
+    numbers = {name: p.detach().clone() for name, p in net.named_parameters()}
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(refit, "recover_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sp.refit_(net, sp.SPLoRA(rank=2, cap=True), batches=batches(1), optimizer=optimizer)
+    assert torch.equal(net.eval()(x), out)
+    assert sp.kept_units(net) == kept
+    assert all(torch.equal(p, numbers[name]) for name, p in net.named_parameters())
+    trained = {p for group in optimizer.param_groups for p in group["params"]}
+    assert trained == {p for p in net.parameters() if p.requires_grad}

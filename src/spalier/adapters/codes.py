@@ -180,12 +180,7 @@ def best_scales(
     found: tuple[Tensor, Tensor, Tensor] | None = None
     for step in _steps(matrix, levels, by_row=by_row):
         codes = codes_of(matrix, step[:, None], levels)
-        seen = codes if metric is None else codes @ metric
-        cross, power = (seen * matrix).sum(1), (seen * codes).sum(1)
-        if not by_row:
-            cross, power = cross.sum(0, keepdim=True), power.sum(0, keepdim=True)
-        scale = (cross / power.clamp(min=1e-30)).clamp(min=0) if free else step
-        saved = 2 * scale * cross - scale**2 * power  # |m|^2 less the error
+        scale, saved = scale_of(codes, matrix, metric, by_row=by_row, given=None if free else step)
         if found is None:
             found = step, scale, saved
         else:
@@ -193,6 +188,18 @@ def best_scales(
             found = tuple(torch.where(better, a, b) for a, b in zip((step, scale, saved), found, strict=True))  # type: ignore[assignment]
     assert found is not None
     return found[0], found[1]
+
+
+def scale_of(
+    codes: Tensor, matrix: Tensor, metric: Tensor | None, *, by_row: bool, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What codes are best multiplied with, and how much of each row's square (or of all) that takes away."""
+    seen = codes if metric is None else codes @ metric
+    cross, power = (seen * matrix).sum(1), (seen * codes).sum(1)
+    if not by_row:
+        cross, power = cross.sum(0, keepdim=True), power.sum(0, keepdim=True)
+    scale = (cross / power.clamp(min=1e-30)).clamp(min=0) if given is None else given
+    return scale, 2 * scale * cross - scale**2 * power
 
 
 def _steps(matrix: Tensor, levels: int, *, by_row: bool) -> list[Tensor]:

@@ -286,6 +286,12 @@ class Coded(Update):
     def _step(self) -> Tensor:
         return self.scale * self.gain
 
+    def holding(self, values: Tensor, step: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        """What its parameters and buffers are where values are rounded by a step, and codes multiplied by a scale."""
+        gain = torch.where(step > 0, scale / step.clamp(min=1e-30), torch.ones_like(step))
+        delta = values.reshape(self.delta.shape).to(self.delta).contiguous()
+        return {"delta": delta, "gain": gain.to(self.gain), "scale": step.to(self.scale)}
+
     def forward(self, weight: Tensor) -> Tensor:
         """The fused weight, differentiable in delta and gain; the base weight is left as it is."""
         codes = rounded(self.delta, self._by_row(self.scale, weight), self.levels)

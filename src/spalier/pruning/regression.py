@@ -183,10 +183,8 @@ def reduced(best: Tensor, metric: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def _set_codes_(update: Coded, wanted: Tensor, metric: Tensor, changes: Changes) -> Tensor:
     """Let codes come as near to a matrix of (outputs, features) as they can; returns what they add."""
     step, scale = best_scales(wanted, update.levels, metric, by_row=update.by_row)
-    gain = torch.where(step > 0, scale / step.clamp(min=1e-30), torch.ones_like(step))
-    changes.set_values_(update.delta, wanted.reshape(update.delta.shape).to(update.delta).contiguous())
-    changes.set_values_(update.gain, gain.to(update.gain))
-    changes.set_values_(update.scale, step.to(update.scale))
+    for key, value in update.holding(wanted, step, scale).items():
+        changes.set_values_(getattr(update, key), value)
     return scale[:, None] * codes_of(wanted, step[:, None], update.levels)
 
 

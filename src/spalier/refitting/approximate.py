@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spalier.adapters.codes import best_scales, codes_of
+from spalier.adapters.codes import best_scales, codes_of, scale_of
 from spalier.adapters.geometry import Geometry
 from spalier.adapters.kinds import Coded, LoRA, LowRank, Pointwise, SPDelta, SPLoRA, SPPaRA, Update
 from spalier.errors import ConfigError, RankError
@@ -172,26 +172,16 @@ def _centre(grouped: Tensor, geometry: Geometry) -> Tensor:
 def set_codes_(update: Coded, values: Tensor, gram: Tensor | None, step: Tensor | None = None) -> None:
     """Let codes come as near as they can to a delta; with a step to round by, or the best."""
     matrix = values.flatten(1).float()
+    metric = _usable(gram, matrix)
     if step is None:
-        step, scale = best_scales(matrix, update.levels, _usable(gram, matrix), by_row=update.by_row)
+        step, scale = best_scales(matrix, update.levels, metric, by_row=update.by_row)
     else:
-        scale = scale_for(matrix, step, update, gram)
+        codes = codes_of(matrix, step[:, None], update.levels)
+        scale, _ = scale_of(codes, matrix, metric, by_row=update.by_row)
     if update.geometry.padding_idx is not None:
         step = step.clone()
         step[update.geometry.padding_idx] = 0
-    _set_(update, delta=values, gain=torch.where(step > 0, scale / step.clamp(min=1e-30), torch.ones_like(step)))
-    update.scale.copy_(step)
-
-
-def scale_for(matrix: Tensor, step: Tensor, update: Coded, gram: Tensor | None) -> Tensor:
-    """What codes that were rounded by a step are best multiplied with."""
-    codes = codes_of(matrix, step[:, None], update.levels)
-    metric = _usable(gram, matrix)
-    seen = codes if metric is None else codes @ metric
-    cross, power = (seen * matrix).sum(1), (seen * codes).sum(1)
-    if not update.by_row:
-        cross, power = cross.sum(0, keepdim=True), power.sum(0, keepdim=True)
-    return torch.where(power > 0, cross / power.clamp(min=1e-30), step).clamp(min=0)
+    update.load_state_dict(update.holding(values, step, scale))
 
 
 def _usable(gram: Tensor | None, matrix: Tensor) -> Tensor | None:

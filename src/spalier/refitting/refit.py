@@ -6,17 +6,19 @@ never written, and what cannot be done is refused before anything is changed.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from spalier.adapters.attach import detach_, fuse
-from spalier.adapters.attachment import Attachment, Changes, attachment_of, fused_value, owners_of
+from spalier.adapters.attachment import Attachment, Changes, Updated, attachment_of, fused_value, owners_of
 from spalier.adapters.codes import packed_size
 from spalier.adapters.geometry import first_names, geometries, is_finite, tensors_of
 from spalier.adapters.kinds import Adapter, ByLayer, Coded, FineTune, LowRank, Update
@@ -114,7 +116,7 @@ def refit_(
     attachment = attachment_of(net)
     _check_arguments(adapter, bytes)
     optimizers = optimizers_of(net, optimizer)
-    calibration = None if batches is None else calibration_of(Recovery(batches, head=False))
+    calibration = None if batches is None else _on_device(net, calibration_of(Recovery(batches, head=False)))
     with torch.inference_mode(False):
         work = _Work(net, attachment, adapter, storage)
         plain = None if calibration is None else fuse(net)
@@ -122,9 +124,15 @@ def refit_(
             check_runs(plain, calibration[1])
         made = work.approximated() if bytes is None else work.budgeted(bytes, plain, calibration)
         task = work.rewritten(made)
-        found = work.replace_(task, made, plain, calibration)
-        _tell_(optimizers, net, work.learned)
-    return found
+        try:
+            return work.replace_(task, made, plain, calibration)
+        finally:  # where it fails it is the network before, with parameters of its own too
+            _tell_(optimizers, net, work.learned)
+
+
+def _on_device(net: nn.Module, calibration: tuple[Recovery, Any]) -> tuple[Recovery, Any]:
+    device = next((p.device for p in net.parameters()), torch.device("cpu"))
+    return calibration[0], tree_map_only(Tensor, lambda t: t.to(device), calibration[1])
 
 
 def _check_arguments(adapter: object, budget: object) -> None:
@@ -151,6 +159,9 @@ class _Work:
         self.codes: dict[str, str] = {}
         """What is written for each weight, in words."""
         self.task = Task.of(net, "refit")  # which refuses NaN, and what cannot be saved
+        updated = {_weight_name(entry): entry.update for entry in attachment.updated}
+        self.unrounded = {name: copy.deepcopy(u.state_dict()) for name, u in updated.items() if _is_coded(u)}
+        """What a task does not hold, in case of an error."""
         self.learned = [p for p in net.parameters() if p.requires_grad]
         self.owners = owners_of(net, first_names(tensors_of(net)))
         self.bases = base_tensors(attachment, self.owners)
@@ -234,7 +245,8 @@ class _Work:
             if self.structure is not None:
                 attachment.task = None
             recovered = None
-            _fill_(attachment, made)
+            # the very numbers that codes were rounded from, so that they can learn on from there
+            _fill_(attachment, {name: update.state_dict() for name, update in made.items() if _is_coded(update)})
             if plain is not None and calibration is not None:
                 recovered = self._recovered(attachment, plain, calibration)
             return self._result(made, recovered)
@@ -242,6 +254,7 @@ class _Work:
             if "_spalier" in net.__dict__:
                 detach_(net)
             apply_to_(self.task, Base(net), self.structure)
+            _fill_(attachment_of(net), self.unrounded)
             raise
 
     def _recovered(self, attachment: Attachment, plain: nn.Module, calibration: Any) -> Any:
@@ -300,15 +313,19 @@ def _is_weight(module: nn.Module, key: str) -> bool:
         return False
 
 
-def _fill_(attachment: Attachment, made: Made) -> None:
-    """Give updates the very numbers that codes were rounded from, so that they can learn on from there."""
+def _is_coded(update: Update | None) -> TypeGuard[Update]:
+    return isinstance(update, Coded | LowRank) and bool(update.levels)
+
+
+def _weight_name(entry: Updated) -> str:
+    return f"{entry.name}.{entry.weight}" if entry.name else entry.weight
+
+
+def _fill_(attachment: Attachment, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give updates these numbers."""
     for entry in attachment.updated:
-        name = f"{entry.name}.{entry.weight}" if entry.name else entry.weight
-        update = made.get(name)
-        if isinstance(update, Coded | LowRank) and update.levels:
-            entry.update.load_state_dict(
-                {**entry.update.state_dict(), **update.state_dict()}, strict=False, assign=False
-            )
+        if _weight_name(entry) in states:
+            entry.update.load_state_dict(states[_weight_name(entry)])
 
 
 def _tell_(optimizers: Sequence[Optimizer], net: nn.Module, before: Sequence[nn.Parameter]) -> None:

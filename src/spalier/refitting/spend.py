@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spalier.adapters.codes import codes_of, per_byte, top
+from spalier.adapters.codes import codes_of, per_byte, scale_of, top
 from spalier.adapters.kinds import Coded, LowRank, Update
 from spalier.errors import BudgetError
 from spalier.refitting.approximate import Delta, added, low_rank_of, rooted, round_factors_, set_codes_
@@ -94,10 +94,10 @@ def _bits(delta: Delta) -> Iterator[Option]:
         for step, by_row in itertools.product(steps, _scales(delta)):
             code = Code("bits", levels, step=step, by_row=by_row)
             codes = codes_of(matrix, step_of(matrix, code)[:, None], levels)
-            seen = codes if gram is None else codes @ gram
-            cross, power = (seen * matrix).sum(1), (seen * codes).sum(1)
-            scale = _multiple(cross, power) if by_row else _multiple(cross.sum(), power.sum())
-            missing = own - 2 * scale * cross + scale**2 * power
+            scale, saved = scale_of(codes, matrix, gram, by_row=by_row)
+            if not by_row:  # rows are felt differently: what each of them saves
+                _, saved = scale_of(codes, matrix, gram, by_row=True, given=scale)
+            missing = own - saved
             size = _deflated_size(codes, levels) + _SCALE * (len(matrix) if by_row else 1)
             yield Option(code, size, max(float((missing * felt).sum()), 0.0))
 
@@ -113,11 +113,6 @@ def _scales(delta: Delta) -> tuple[bool, ...]:
     """Whether rows have scales of their own, to try: where rows are short, one for all may pay."""
     is_short = delta.base[0].numel() < _SHORT and delta.geometry.padding_idx is None
     return (True, False) if is_short else (True,)
-
-
-def _multiple(cross: Tensor, power: Tensor) -> Tensor:
-    """The scale that leaves the least error."""
-    return torch.where(power > 0, cross / power.clamp(min=1e-30), torch.zeros_like(power)).clamp(min=0)
 
 
 def step_of(matrix: Tensor, code: Code) -> Tensor:
