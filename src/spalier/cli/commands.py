@@ -32,12 +32,12 @@ BACKENDS = "eager,compiled,onnxruntime"
 @click.option("--folder", default="spalier-demo", type=FOLDER, help="Where everything goes.")
 @click.option("--seed", default=0, type=click.IntRange(0, 2**63 - 1), help="Of everything random.")
 def demo(console: Console, folder: str, seed: int) -> None:
-    """One base, three tasks, two methods, in about a minute.
+    """One base, three tasks, two forms of each, in about a minute.
 
     Nothing is downloaded. A small ResNet learns some of scikit-learn's digits and is frozen. Three further tasks are
-    learned on it as SPLoRA task files at falling densities, next to fine-pruning. Then the one base switches between
-    them. Every number is measured here. A folder that holds a demo goes on with it, and what was learned there is not
-    learned again.
+    learned on it by fine-pruning, and written at falling densities in two bits a weight too. Then the one base switches
+    between all files. Every number is measured here. A folder that holds a demo goes on with it, and what was learned
+    there is not learned again.
 
     Examples:
         spalier demo
