@@ -178,11 +178,11 @@ def test_paper_has_panels_side_by_side(browser, pages):
     """At the width of A4: panels of a wide figure, and figures that are not."""
     boxes = """return [...document.querySelectorAll(arguments[0])].filter((n) => n.getClientRects().length)
       .map((n) => [n.getBoundingClientRect().left, n.getBoundingClientRect().top])"""
-    for name, css in (("data", "#accuracy-learned > svg > g"), ("sweep", "#accuracy figure")):
+    for name, css, count in (("data", "#accuracy-learned > svg > g", 3), ("sweep", "#accuracy figure", 4)):
         look(browser, pages[name], 718, media="print")
         found = browser.execute_script(boxes, css)
         lefts = {round(left / 100) for left, _ in found}
-        assert len(found) == 3
+        assert len(found) == count
         assert len(lefts) > 1, (name, found)
         assert browser.execute_script(WIDER) <= 0
         assert browser.execute_script(OVERLAPS) == []

@@ -40,7 +40,7 @@ def by_name(found):
 def test_tables_hold_the_rows(run):
     rows, found = run
     figures = by_name(found)
-    for name, column in (("accuracy-learned", "learned"), ("accuracy-latency", "latency_ms")):
+    for name, column in (("accuracy-bytes", "bytes"), ("accuracy-learned", "learned"), ("accuracy-latency", "latency_ms")):
         table = figures[name].rows
         assert [(r[3], r[4]) for r in table] == [(row[column], row["test"]) for row in rows]
     assert [r[2] for r in figures["files"].rows] == [row["bytes"] for row in rows]
@@ -101,7 +101,7 @@ def test_drawings_are_well_formed_and_inside(run):
 
 def test_every_file_can_be_read_back(run, tmp_path, fonts):
     found = list({figure.name.partition("-birds")[0]: figure for figure in run[1]}.values())
-    assert len(found) == 11
+    assert len(found) == 12
     export(found, tmp_path)
     for figure in found:
         rows = list(csv.reader((tmp_path / f"{figure.name}.csv").read_text("utf-8").splitlines()))
