@@ -385,7 +385,7 @@ def direct(spec: Spec, seed: int, rank: int) -> None:
             write(spec, density, method, seed, {**found, "epochs": epochs.stop + spec.extra[density], "seconds": spent})
 
 
-def stored(net: nn.Module, spec: Spec, seed: int, storage: Any = "bf16") -> dict[str, Any]:
+def stored(net: nn.Module, spec: Spec, seed: int, storage: Any = "int8-all") -> dict[str, Any]:
     """The task file of a network, and how well the network that is built from it does."""
     data = sp.Task.of(net, spec.name).to_bytes(storage=storage)
     built = sp.Task.from_bytes(data).build(base_of(spec, seed))
@@ -446,12 +446,12 @@ def matrices_of(net: nn.Module, head: str) -> dict[str, nn.Parameter]:
 
 
 def rest_bytes(net: nn.Module, spec: Spec) -> int:
-    """Norms with statistics, biases and head in 16 bits, and the masks; no table, no header."""
+    """Norms with statistics, biases and head in 8 bits, as our files have them, and the masks; no table, no header."""
     chosen = {id(weight) for weight in matrices_of(net, spec.head).values()}
     tensors: list[Any] = [p for p in net.parameters() if p.requires_grad and id(p) not in chosen]
     tensors += [b for m in net.modules() if isinstance(m, nn.BatchNorm2d) for b in (m.running_mean, m.running_var)]
     task = sp.Task.of(net, spec.name)
-    return int(2 * sum(t.numel() for t in tensors) + task.table.pack(task.masks).nbytes)
+    return int(sum(t.numel() for t in tensors) + task.table.pack(task.masks).nbytes)
 
 
 # NNCodec

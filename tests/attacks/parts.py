@@ -58,8 +58,8 @@ def task(kind: str = "splora") -> spalier.Task:
 
 
 OLD = {"old": "exact", "old int8": "int8"}
-KINDS = ("exact", "int8", "delta", "deflated", "by layer", *OLD)
-"""Of valid files: SPLoRA in two storages, codes in three ways, and SPLoRA in format 1."""
+KINDS = ("exact", "int8", "int8-all", "delta", "deflated", "by layer", *OLD)
+"""Of valid files: SPLoRA in three storages, codes in three ways, and SPLoRA in format 1."""
 
 
 @cache

@@ -24,6 +24,7 @@ import spalier
 from attacks.parts import KINDS, Parts, base, join, pack, split, unpack, valid
 from spalier.errors import TaskFileError
 from spalier.tasks import SUFFIX
+from spalier.tasks.numbers import rows_of_values
 from spalier.tasks.table import Table
 
 MEGABYTES = 64
@@ -253,6 +254,8 @@ def _fit_numbers(parts, table, masks):
         "codes": sum(shape.bytes for shape in shapes),
         "scales": sum(shape.scales for shape in shapes),
     }
+    if parts.tensors["values"][0] == "I8":
+        counts["scales"] += rows_of_values([c.shape for r, c in pieces if r.source == "values" for _ in r.keys])
     if parts.description["format"] == 1 and "scales" in parts.tensors:
         counts |= {"codes": 0, "scales": sum(shape.rows for shape in shapes)}
     if "codes" in parts.description:
@@ -262,6 +265,6 @@ def _fit_numbers(parts, table, masks):
         if count and name not in parts.tensors:
             parts.tensors[name] = ("U8", b"") if name == "codes" else ("F32", b"")
         if name in parts.tensors and count < 4000:
-            filler = [0] if name == "codes" else [0.5]  # a byte of zeros is always a code
+            filler = [0] if parts.tensors[name][0] in ("U8", "I8") else [0.5]  # a byte of zeros is always a code
             found = parts.numbers(name)
             parts.set_numbers(name, (found * (count // 20 + 1) or filler * count)[:count])

@@ -124,9 +124,28 @@ def codes_of(data, count, levels):
     return [2 * digit - 1 if levels == 2 else digit - (levels - 1) // 2 for digit in digits[:count]], size
 
 
-def numbers(description, tensors, shapes):
-    """The matrices of all adapters, in float64."""
+def values_of(description, tensors, rows, masks):
+    """The task's own numbers in float64, and the scales that are left for adapters."""
     scales = list(tensors["scales"].astype(np.float64)) if "scales" in tensors else []
+    if description["storage"] != "int8-all":
+        assert tensors["values"].dtype != np.int8
+        return tensors["values"].astype(np.float64), scales
+    codes, found, lengths = tensors["values"].astype(np.float64), [], []
+    for _, keys, shape, axes, (kind, *_) in rows:
+        left = [len(stays(axis, size, masks)) for axis, size in zip(axes, shape, strict=True)]
+        if kind == "values" and np.prod(left):
+            own = [int(np.prod(left[1:]))] * left[0] if len(left) > 1 else [int(np.prod(left))]
+            lengths += own * len(keys)
+    behind = scales[len(scales) - len(lengths) :]
+    for length, scale in zip(lengths, behind, strict=True):
+        shares, codes = codes[:length] / 127, codes[length:]
+        found += [shares * scale if scale >= 0 else (shares * scale) ** 2]
+    assert not len(codes)
+    return np.concatenate([[], *found]), scales[: len(scales) - len(lengths)]
+
+
+def numbers(description, tensors, shapes, scales):
+    """The matrices of all adapters, in float64."""
     found = [None] * len(shapes)
     if description["format"] == 1 and description["storage"] == "int8":
         flat = [int(code) for code in tensors["adapters"]]
@@ -158,7 +177,8 @@ def network(path, base):
     """The tensors of the network, by name, from a file and the tensors of the base."""
     description, table, tensors = read(path)
     masks, rows = masks_of(table, tensors["masks"]), rows_of(description["format"], table)
-    adapters, values = numbers(description, tensors, matrices(rows, masks)), tensors["values"].astype(np.float64)
+    values, scales = values_of(description, tensors, rows, masks)
+    adapters = numbers(description, tensors, matrices(rows, masks), scales)
     integers = [number for number, times in description.get("integers", []) for _ in range(times)]
     found = {name: tensor.astype(np.float64) for name, tensor in base.items()}
     for path, keys, shape, axes, (kind, *sizes) in rows:

@@ -244,7 +244,7 @@ def test_a_budget_is_met_to_a_hundredth_and_more_bytes_say_more():
         net, base = wide()
         result = sp.refit_(net, bytes=budget, batches=batches(2))
         task = sp.Task.of(net, "spent")
-        size = len(task.to_bytes(storage="bf16"))
+        size = len(task.to_bytes(storage="int8-all"))
         assert size == result.after
         assert 0.99 * budget <= size <= budget
         x = batches(1)[0][0]
@@ -323,7 +323,7 @@ def test_nothing_learned_and_nan_and_no_adapter():
 def test_codes_of_a_budget_are_found_in_the_network_again(tmp_path):
     net, base = wide(density=0.6)
     sp.refit_(net, bytes=8_000, batches=batches(2))
-    sp.Task.of(net, "spent").save(tmp_path / "spent.task.safetensors", storage="bf16")
+    sp.Task.of(net, "spent").save(tmp_path / "spent.task.safetensors", storage="int8-all")
     task = sp.Task.load(tmp_path / "spent.task.safetensors")
     assert task.info.adapter == {"kind": "ByLayer"}
     again = copy.deepcopy(base)

@@ -40,7 +40,11 @@ def by_name(found):
 def test_tables_hold_the_rows(run):
     rows, found = run
     figures = by_name(found)
-    for name, column in (("accuracy-bytes", "bytes"), ("accuracy-learned", "learned"), ("accuracy-latency", "latency_ms")):
+    for name, column in (
+        ("accuracy-bytes", "bytes"),
+        ("accuracy-learned", "learned"),
+        ("accuracy-latency", "latency_ms"),
+    ):
         table = figures[name].rows
         assert [(r[3], r[4]) for r in table] == [(row[column], row["test"]) for row in rows]
     assert [r[2] for r in figures["files"].rows] == [row["bytes"] for row in rows]

@@ -85,7 +85,7 @@ def refit_(
     bytes: int | None = None,
     batches: Iterable[Any] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    storage: Storage = "bf16",
+    storage: Storage = "int8-all",
 ) -> Refitted:
     """Write what ``net`` has learned, by `FineTune` or any adapter, in another adapter's form, in place.
 
@@ -102,8 +102,7 @@ def refit_(
             layer by layer in order, and batch norms take new statistics.
         optimizer: one or several that train the network: parameters that are gone leave it, and new ones join its first
             group, without a state.
-        storage: what the file's bytes are counted for; save it as that: ``task.save(path, storage="bf16")``.
-            Running variances may be beyond what half precision holds, and are not beyond bfloat16.
+        storage: what the file's bytes are counted for; save it as that: ``task.save(path, storage="int8-all")``.
 
     >>> from spalier import FineTune, SPDelta, attach_
     >>> net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
@@ -289,14 +288,14 @@ class _Work:
     def _bytes(self, update: Update | None, delta: Delta) -> int:
         if update is None:
             return 4 * delta.fused.numel() if isinstance(self.adapter, FineTune) else 0
-        size = {"exact": 4, "fp32": 4}.get(self.storage, 2)
+        size = {"exact": 4, "fp32": 4, "int8": 1, "int8-all": 1}.get(self.storage, 2)
         total = 0
         for values, scale, levels in update.stored():
             rows, length = values.shape
             if scale is None:
-                total += size * rows * length
+                total += size * rows * length + (2 * rows if size == 1 else 0)
             else:
-                total += packed_size(rows * length, levels) + size * scale.numel()
+                total += packed_size(rows * length, levels) + max(size, 2) * scale.numel()
         return total
 
 

@@ -272,26 +272,41 @@ def _filled(
     budget: int,
     file_size: Callable[[Mapping[str, Code]], int],
 ) -> dict[str, Code]:
-    """What room is left goes to single weights, the most that fits first."""
-    tried: set[tuple[str, Code]] = set()
+    """What room is left goes to one weight, or to one from another, the most that fits first."""
+    tried: set[frozenset[tuple[str, Code]]] = set()
     for _ in range(_TRIES):
         if size >= (1 - _TOLERANCE) * budget:
             break
-        larger = []
+        moves = [("", NOTHING, 0.0, 0.0)]  # nothing, beside which another move stands alone
         for name, each in options.items():
             now = next(option for option in each if option.code == codes[name])
-            for option in each:
-                more = option.bytes - now.bytes
-                if 0 < more <= budget - size and (name, option.code) not in tried:
-                    larger.append((more, name, option.code))
-        if not larger:
+            moves += [(name, o.code, o.bytes - now.bytes, o.error - now.error) for o in each if o is not now]
+        taken = _most(moves, budget - size, tried)
+        if not taken:
             break
-        _, name, code = max(larger, key=lambda entry: entry[0])
-        tried.add((name, code))
-        found = file_size({**codes, name: code})
+        tried.add(frozenset(taken.items()))
+        found = file_size(codes | taken)
         if size < found <= budget:
-            size, codes = found, {**codes, name: code}
+            size, codes = found, codes | taken
     return codes
+
+
+def _most(
+    moves: Sequence[tuple[str, Code, float, float]], room: float, tried: set[frozenset[tuple[str, Code]]]
+) -> dict[str, Code]:
+    """The one or two moves of weights that take most of the room, and leave less error."""
+    weights = {name: number for number, (name, *_) in enumerate(moves)}
+    names = torch.tensor([weights[name] for name, *_ in moves])
+    more, error = (torch.tensor([move[place] for move in moves], dtype=torch.float64) for place in (2, 3))
+    total = more[:, None] + more
+    fits = (total > 0) & (total <= room) & (error[:, None] + error < 0) & (names[:, None] != names)
+    total = total.where(fits, -math.inf).triu()
+    for place in total.flatten().topk(min(len(tried) + 1, total.numel())).indices.tolist():
+        pair = [moves[number] for number in divmod(place, len(moves))]
+        taken = {name: code for name, code, *_ in pair if name}
+        if fits.flatten()[place] and frozenset(taken.items()) not in tried:
+            return taken
+    return {}
 
 
 _TRIES = 14

@@ -148,7 +148,7 @@ class Settings:
 
     Args: Output
         name: what task files are called, before the density; by default the data's name.
-        storage: how task files are stored: exact, fp32, fp16, bf16 or int8.
+        storage: how task files are stored: exact, fp32, fp16, bf16, int8 or int8-all.
         checkpoint_seconds: how much work may be lost at most when a run is killed.
         trackers: names that Accelerate knows; auto is TensorBoard where it is installed.
 
@@ -227,7 +227,7 @@ class Settings:
     seed: int = 0
 
     name: str = BY_RECIPE
-    storage: Literal["exact", "fp32", "fp16", "bf16", "int8"] = BY_RECIPE
+    storage: Literal["exact", "fp32", "fp16", "bf16", "int8", "int8-all"] = BY_RECIPE
     checkpoint_seconds: float = 60.0
     trackers: tuple[str, ...] = ("auto",)
 
@@ -396,7 +396,7 @@ def _filled(given: Mapping[str, Any]) -> dict[str, Any]:
     lr = given["lr"] if is_adamw and given["lr"] is not None else RATES["fine-pruning"]
     found["refit_lr"] = lr / 2  # it begins near a good place
     if learn == "wide":
-        found["storage"] = "bf16"  # few bits for a weight, and many for a norm, would be badly shared out
+        found["storage"] = "int8-all"  # few bits for a weight, and many for a norm, would be badly shared out
         found["codes"] = default_codes(given) if given["codes"] is None else given["codes"]
     per_prune = given["epochs_per_prune"]
     found["final_epochs"] = found["epochs_per_prune"] if per_prune is None else per_prune

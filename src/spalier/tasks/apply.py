@@ -195,7 +195,7 @@ def _fill_(task: Task, net: nn.Module, base: Base, changes: Changes) -> None:
             update = update_of(places)
             if update is not None:
                 matrices = [next(stored) for _ in cut.matrices]
-                if task.info.storage == "int8" and not isinstance(update, Coded):  # factors go on as numbers
+                if task.info.storage.startswith("int8") and not isinstance(update, Coded):  # factors go on as numbers
                     matrices = [as_numbers(matrix) for matrix in matrices]
                 fill_(changes, update, matrices)
 

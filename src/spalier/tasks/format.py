@@ -52,7 +52,7 @@ TENSORS: dict[str, frozenset[str]] = {
     "adapters": _FLOATS | {"I8"},
     "codes": frozenset({"U8"}),
     "scales": _FLOATS,
-    "values": _FLOATS,
+    "values": _FLOATS | {"I8"},
 }
 """The tensors of a task file, all of one axis, and the dtypes that each may have."""
 

@@ -1,4 +1,6 @@
-"""The numbers of adapters as a file has them: matrices behind one another, codes packed and deflated, and scales."""
+"""The numbers of a task as a file has them: adapters' matrices behind one another, codes packed and deflated, scales,
+and a task's own values in a byte each.
+"""
 
 from __future__ import annotations
 
@@ -61,6 +63,54 @@ def as_numbers(matrix: Stored) -> Stored:
         return matrix
     wide = matrix.scale if matrix.scale.dtype == torch.float64 else matrix.scale.float()
     return Stored(matrix.values * wide[:, None])
+
+
+def values_in_bytes(values: Tensor, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A task's own values as 8-bit integers, and a scale for each vector or row: its largest number.
+
+    Where all numbers of a row are positive and most are small, as running variances are, their roots are what is
+    stored, and the scale is negative.
+    """
+    parts: list[Tensor] = [torch.empty(0, dtype=torch.int8, device="cpu")]
+    scales: list[Tensor] = [torch.empty(0, device="cpu")]
+    for part, (rows, length) in zip(
+        values.float().split([r * n for r, n in _rows(shapes)]), _rows(shapes), strict=True
+    ):
+        row = part.view(rows, length)
+        most = row.abs().amax(1)
+        are_roots = (row.amin(1) >= 0) & (row.mean(1) < most / 3)
+        wide = torch.where(are_roots, most.sqrt(), most)
+        shown = torch.where(are_roots[:, None], row.abs().sqrt(), row)
+        codes = (shown * (127 / wide.clamp(min=1e-38))[:, None]).round()
+        parts.append(codes.clamp(-127, 127).to(torch.int8).flatten())
+        scales.append(torch.where(are_roots, -wide, wide))
+    joined = torch.cat(scales)
+    made = joined.to(dtype)
+    return torch.cat(parts), made if math.isfinite(largest(made)) else joined
+
+
+def values_of_bytes(codes: Tensor, scales: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:
+    """The numbers that `values_in_bytes` stored."""
+    wide = scales.float()
+    lengths = torch.tensor([length for rows, length in _rows(shapes) for _ in range(rows)], dtype=torch.int64)
+    numbers = codes.float().div_(127).mul_(wide.abs().repeat_interleave(lengths))
+    start = 0
+    for is_root, length in zip((wide < 0).tolist(), lengths.tolist(), strict=True):
+        if is_root:
+            numbers[start : start + length].square_()
+        start += length
+    return numbers
+
+
+def rows_of_values(shapes: Sequence[tuple[int, ...]]) -> int:
+    """How many scales values of these shapes have."""
+    return sum(rows for rows, _ in _rows(shapes))
+
+
+def _rows(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
+    """Rows and their lengths: a vector is one row. What is empty has none."""
+    found = [(shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape)) for shape in shapes]
+    return [(rows, length) if length else (0, 0) for rows, length in found]
 
 
 def cast(values: Tensor, dtype: torch.dtype, what: str) -> Tensor:

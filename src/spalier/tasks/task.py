@@ -36,7 +36,19 @@ from spalier.tasks.format import (
     quoted,
     unpack_container,
 )
-from spalier.tasks.numbers import BYTE_LEVELS, as_numbers, assembled, cast, cast_scales, deflated, in_bytes, inflated
+from spalier.tasks.numbers import (
+    BYTE_LEVELS,
+    as_numbers,
+    assembled,
+    cast,
+    cast_scales,
+    deflated,
+    in_bytes,
+    inflated,
+    rows_of_values,
+    values_in_bytes,
+    values_of_bytes,
+)
 from spalier.tasks.rows import Cut, Delta, Mask, Matrices, Row
 from spalier.tasks.table import Table, Writer
 from spalier.text import check_integer
@@ -45,13 +57,15 @@ if TYPE_CHECKING:
     from spalier.structure.structure import Structure
     from spalier.tasks.store import StorageCosts
 
-Storage = Literal["exact", "fp32", "fp16", "bf16", "int8"]
-"""How numbers are stored: as they are, in 32 or 16 bits, or adapters as 8-bit integers with a scale for each row.
+Storage = Literal["exact", "fp32", "fp16", "bf16", "int8", "int8-all"]
+"""How numbers are stored: as they are, in 32 or 16 bits, or as 8-bit integers with a scale for each row: those of
+adapters, or norms and head too.
 
 Codes are stored as they are in all of them; these are about their scales.
 """
 STORAGES: tuple[Storage, ...] = get_args(Storage)
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float16}
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_IN_BYTES = ("int8", "int8-all")
 _NEEDED = {"name", "adapter", "base", "density", "learned", "storage"}
 
 
@@ -216,7 +230,7 @@ class Task:
     scales: Tensor
     """What codes are multiplied with, in the order of the table."""
     values: Tensor
-    """Norms with their statistics, biases, the head: all that is the task's own."""
+    """Norms with their statistics, biases, the head: all that is the task's own, as numbers in every storage."""
     integers: tuple[int, ...] = ()
     """Integers of the task's own: how many batches a norm has seen."""
 
@@ -301,24 +315,29 @@ class Task:
     def stored_as(self, storage: Storage) -> Task:
         """The task as it is after it has been stored so: ``"fp16"``, ``"bf16"``, ``"int8"`` lose precision.
 
-        ``"int8"`` stores adapters as integers with a scale for each row, and the rest in half precision.
+        ``"int8"`` stores adapters as integers with a scale for each row, and the rest in half precision;
+        ``"int8-all"`` stores all numbers so.
         """
         if storage not in STORAGES:
             raise ConfigError(f"storage is {storage!r}, expected one of {', '.join(map(repr, STORAGES))}")
         task = self
-        if storage == "int8":
+        if storage in _IN_BYTES:
             task = replace(self, table=self.table.in_bytes, **assembled(map(in_bytes, self.stored())))
-        elif self.info.storage == "int8":
+        elif self.info.storage in _IN_BYTES:
             task = replace(self, table=self.table.in_numbers, **assembled(self._with_numbers()))
         task = replace(task, info=replace(self.info, storage=storage))
         if storage == "exact":
             return task
-        dtype = _DTYPES[storage]
+        dtype = _DTYPES.get(storage, torch.float16)
+        if storage == "int8-all":
+            values = values_of_bytes(*values_in_bytes(task.values, self._own_shapes, dtype), self._own_shapes)
+        else:
+            values = cast(task.values, dtype, "norms or head")
         return replace(
             task,
             adapters=cast(task.adapters, dtype, "adapters"),
             scales=cast_scales(task.scales, dtype, task.adapter_shapes),
-            values=cast(task.values, dtype, "norms or head"),
+            values=values,
         )
 
     def to_bytes(self, *, storage: Storage = "exact") -> bytes:
@@ -332,8 +351,13 @@ class Task:
             "values": task.values,
         }
         description = {**task.info.to_dict(), "table": length}
-        if task.scales.numel():
-            tensors["scales"] = task.scales
+        scales = task.scales
+        if task.info.storage == "int8-all":
+            tensors["values"], own = values_in_bytes(task.values, task._own_shapes, torch.float16)
+            scales = torch.cat([scales, own]) if scales.numel() else own
+        if scales.numel():
+            tensors["scales"] = scales
+        if task.codes.numel():
             tensors["codes"], before = deflated(task.codes)
             description |= {"codes": before} if before else {}
         if task.integers:
@@ -429,15 +453,33 @@ class Task:
             for matrix in islice(stored, len(cut.matrices)):
                 yield matrix if isinstance(row.source, Delta) else as_numbers(matrix)
 
+    @property
+    def _own_shapes(self) -> list[tuple[int, ...]]:
+        """What is left of each tensor whose values are the task's own."""
+        return [cut.shape for row, cut in self.cut_rows if row.source == "values" for _ in row.keys]
+
+    def _with_values_of(self, codes: Tensor) -> Task:
+        """The task that was read from a file with its values in bytes, whose scales are behind the others."""
+        shapes, adapted = self._own_shapes, sum(shape.scales for shape in self.adapter_shapes)
+        expected = {"values": sum(map(math.prod, shapes)), "scales": adapted + rows_of_values(shapes)}
+        for name, found in (("values", codes), ("scales", self.scales)):
+            if found.numel() != expected[name]:
+                raise TaskFileError("sizes", f"{name} has {found.numel():,} numbers, the table says {expected[name]:,}")
+        if not math.isfinite(largest(self.scales)):
+            raise TaskFileError("non-finite", "scales hold NaN or infinite numbers")
+        if bool((codes == -128).any()):
+            raise TaskFileError("codes", "values hold the integer -128, expected -127 to 127")
+        scales, own = self.scales.split([adapted, len(self.scales) - adapted])
+        return replace(self, values=values_of_bytes(codes, own, shapes), scales=scales)
+
     def _check_numbers(self) -> None:
         """Refuse numbers that the table has no place for, or that are not finite."""
-        own = [len(row.keys) * math.prod(cut.shape) for row, cut in self.cut_rows if row.source == "values"]
         shapes = self.adapter_shapes
         sizes = {
             "adapters": sum(shape.numel for shape in shapes if not shape.levels),
             "codes": self._bytes_of_codes,
             "scales": sum(shape.scales for shape in shapes),
-            "values": sum(own),
+            "values": sum(map(math.prod, self._own_shapes)),
         }
         for name, expected in sizes.items():
             tensor: Tensor = getattr(self, name)
@@ -449,8 +491,8 @@ class Task:
         for shape, (_, begin, _) in zip(shapes, self.places, strict=True):
             if shape.levels and not are_codes(codes[begin : begin + shape.bytes], shape.numel, shape.levels):
                 raise TaskFileError("codes", f"codes of {shape.levels} levels hold digits that these do not have")
-        if self.info.storage == "int8" and sizes["adapters"]:
-            raise TaskFileError("metadata", "the storage is said to be int8, and is not")
+        if self.info.storage in _IN_BYTES and sizes["adapters"]:
+            raise TaskFileError("metadata", f"the storage is said to be {self.info.storage}, and is not")
 
 
 def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
@@ -474,12 +516,17 @@ def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
         _check_version_1(info, tensors)
     elif numbers["adapters"].dtype == torch.int8:
         raise TaskFileError("dtype", "adapters is I8, expected floating point in format 2, whose codes are apart")
+    in_bytes_now = tensors["values"].dtype == torch.int8
+    if in_bytes_now != (version > 1 and info.storage == "int8-all"):
+        raise TaskFileError("dtype", f"values are {'' if in_bytes_now else 'not '}I8, with the storage {info.storage}")
     if version == 1 and info.storage == "int8":
         table = table.in_bytes
         numbers |= {"adapters": empty, "codes": _bytes_of_version_1(tensors["adapters"])}
     task = Task(info, table, masks, **numbers, values=tensors["values"], integers=_expanded(pairs, table.integers))
     if length_of_codes is not None:
         task = replace(task, codes=inflated(task.codes, length_of_codes, task._bytes_of_codes))
+    if in_bytes_now:
+        task = task._with_values_of(tensors["values"])
     task._check_numbers()
     return task
 
@@ -490,7 +537,7 @@ def _check_version_1(info: TaskInfo, tensors: Mapping[str, Tensor]) -> None:
         raise TaskFileError("tensors", "the file holds 'codes', which format 1 does not have")
     if "scales" in tensors and tensors["scales"].dtype != torch.float32:
         raise TaskFileError("dtype", "scales are not F32, as format 1 has them")
-    if (tensors["adapters"].dtype == torch.int8) != (info.storage == "int8"):
+    if (tensors["adapters"].dtype == torch.int8) != (info.storage == "int8") or info.storage == "int8-all":
         raise TaskFileError("metadata", f"the storage is said to be {info.storage}, and is not")
 
 
