@@ -590,9 +590,10 @@ def recalibrate_(net: nn.Module, spec: Spec, seed: int) -> None:
     net.eval()
 
 
-def tails(spec: Spec, seed: int) -> None:
+def tails(spec: Spec, seed: int, chosen: set[str]) -> None:
     for density in spec.extra:
-        missing = [m for m in contenders(spec, density) if not cell(spec, density, m, seed).exists()]
+        methods = [m for m in contenders(spec, density) if m in chosen or not chosen]
+        missing = [m for m in methods if not cell(spec, density, m, seed).exists()]
         teacher = teacher_of(spec, density, seed) if missing else None
         for method in missing:
             assert teacher is not None
@@ -607,7 +608,7 @@ def tails(spec: Spec, seed: int) -> None:
             write(spec, density, method, seed, {**found, **known})
 
 
-def run_all(chosen: list[Spec], seeds: list[int], only: str | None) -> None:
+def run_all(chosen: list[Spec], seeds: list[int], only: str | None, methods: set[str]) -> None:
     """Seed by seed, so that one is whole before the next begins; text has one seed."""
     for seed in seeds:
         for spec in chosen:
@@ -616,7 +617,7 @@ def run_all(chosen: list[Spec], seeds: list[int], only: str | None) -> None:
             if only in (None, "wide"):
                 wide(spec, seed)
             if only in (None, "tails"):
-                tails(spec, seed)
+                tails(spec, seed, methods)
             for rank in (8, 32) if only in (None, "direct") else ():
                 direct(spec, seed, rank)
 
@@ -628,6 +629,7 @@ def main() -> None:
     parser.add_argument("--data", default=",".join(SPECS))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--only", choices=("wide", "direct", "tails"))
+    parser.add_argument("--methods", default="", help="of the tails, by name; by default all")
     parser.add_argument("--work", type=Path, default=WORK)
     options = parser.parse_args()
     import codes_page  # it needs what is above
@@ -636,7 +638,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.command == "run":
         seeds = [int(seed) for seed in options.seeds.split(",")]
-        run_all([SPECS[name] for name in options.data.split(",")], seeds, options.only)
+        methods = set(filter(None, options.methods.split(",")))
+        run_all([SPECS[name] for name in options.data.split(",")], seeds, options.only, methods)
     elif options.command == "status":
         print("\n".join(codes_page.status()))
     else:
