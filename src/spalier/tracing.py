@@ -81,9 +81,10 @@ def trace(
     if known is not None:
         return replace(known, example=example, freeze=freeze)
     structure = find(net, example, freeze)
-    refused = unfollowed(net, structure)
+    refused, untried = unfollowed(net, structure)
     if refused:
         structure = without(net, structure, refused)
+    structure = replace(structure, untried=untried)
     if cache is not None:
         Cache(cache).put(structure)
     return structure
@@ -95,28 +96,33 @@ Failure = tuple[str, str]
 """The path of the module that fails, and the reason."""
 
 
-def unfollowed(net: nn.Module, structure: Structure) -> dict[int, str]:
-    """The streams that the network's code cannot lose channels of, and why."""
+def unfollowed(net: nn.Module, structure: Structure) -> tuple[dict[int, str], str]:
+    """The streams that the network's code cannot lose channels of, and why; and why that could not be found out."""
     refused: dict[int, str] = {}
+    untried = ""
     with quiet():
         twin = _Twin(net, structure)
         # a layer that the example passes by may read a stream where the network trains
         modes = (False, True) if any(f.reason == UNUSED for f in structure.frozen) else (False,)
         for twin.training in modes:
             left = [number for number in range(len(structure.streams)) if number not in refused]
-            refused |= _refused(twin, structure, left)
-    return refused
+            found = _refused(twin, structure, left)
+            if isinstance(found, str):
+                untried = untried or found
+            else:
+                refused |= found
+    return refused, untried
 
 
-def _refused(twin: _Twin, structure: Structure, left: list[int]) -> dict[int, str]:
-    """Take streams out until the twin runs with fewer units in each of those that are left."""
+def _refused(twin: _Twin, structure: Structure, left: list[int]) -> dict[int, str] | str:
+    """Take streams out until the twin runs with fewer units in each of those that are left; or why it never runs."""
     refused: dict[int, str] = {}
     alone: dict[int, Failure | None] = {}
     while (failure := twin.fails_together(left)) is not None:
-        if not refused and twin.fails(()) is not None:
+        if not refused and (uncut := twin.fails(())) is not None:
             if twin.hook_():  # the network's own, which hand states from layer to layer
                 continue
-            return {}  # it needs values to run: nothing can be said here
+            return f"in training, {uncut[1]}" if twin.training else uncut[1]  # it needs values to run
         place, reason = failure
         # trying each stream alone takes a run for each, so only those that touch the failing module are tried
         suspects = _suspects(structure, left, place)
@@ -199,7 +205,7 @@ class _Twin:
 
         They are left out at first: a user's hooks are for the network itself.
         """
-        hooks, self.hooks = self.hooks, []
+        hooks, self.hooks, self._uncut = self.hooks, [], None
         for kept, hook, first in hooks:
             own = dict(kept)
             kept.clear()

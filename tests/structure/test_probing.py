@@ -257,3 +257,38 @@ def test_networks_whose_offers_were_refused(kind, task, options, draw):
     structure = sp.trace(net, entry.example())
     assert structure.streams
     assert_never_refused(net, structure)
+
+
+class Checked(Attention):
+    """Looks at values where nothing is compiled, so it is captured, and does not run without values."""
+
+    def scaled(self, q):
+        if not torch.compiler.is_compiling() and not bool(torch.isfinite(q).all()):
+            raise ValueError("not finite")
+        return q * q.size(-1) ** -0.5
+
+
+def test_what_cannot_be_tried_is_said(tmp_path):
+    net, example = Checked().double(), TOKENS.double()
+    structure = sp.trace(net, example, cache=tmp_path)
+    assert "q#2" in structure.index
+    assert "not tried with fewer channels" in str(structure)
+    assert str(sp.trace(net, example, cache=tmp_path)) == str(structure)
+    assert "not tried" not in str(sp.trace(InTensor(), TOKENS))
+
+
+def test_a_refusal_names_what_to_keep_whole():
+    net, example = Checked().double(), TOKENS.double()
+    structure = sp.trace(net, example)
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    scores = sp.score(net, criterion="weight", structure=structure)
+    plan = sp.select(net, scores, weights=0.4, ranking="local")
+    with pytest.raises(sp.errors.PruneError, match=r"protect=\['q'\] to select, or freeze=\['q'\] to trace") as caught:
+        sp.prune_(net, plan)
+    assert str(caught.value).endswith("or leave 'q', 'q#2' out of the plan")
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+    sp.prune_(copy.deepcopy(net), sp.select(net, scores, weights=0.5, ranking="local", protect=["q"]))
+    sp.prune_(copy.deepcopy(net), sp.Plan(structure, {n: k for n, k in plan.keep.items() if n not in ("q", "q#2")}))
+    frozen = sp.trace(net, example, freeze=["q"])
+    scores = sp.score(net, criterion="weight", structure=frozen)
+    sp.prune_(net, sp.select(net, scores, weights=0.7, ranking="local"))
