@@ -38,7 +38,7 @@ from spalier.pruning.plan import PRUNED_MARK, Indices, Kept, Reduction, whole
 from spalier.pruning.prune import Cutter, apply_
 from spalier.pruning.verify import follow_calls
 from spalier.structure.arithmetic import fresh
-from spalier.structure.graph import RULES, Value, arguments, as_base, module_of, on_device_of, quiet
+from spalier.structure.graph import CAPTURING, RULES, Value, arguments, as_base, module_of, on_device_of, quiet
 from spalier.structure.streams import Extent
 from spalier.structure.structure import UNUSED, Cache, Freeze, Structure, find, fingerprint, without
 from spalier.text import first_line
@@ -51,7 +51,7 @@ def trace(
 
     The network is captured with `torch.export` in eval mode, frozen or not, adapted or not, and left as it was. Then a
     twin without values shows whether its own code runs with fewer channels. What is not understood, or does not follow,
-    is frozen, with the operation and the line as the reason.
+    is frozen, with the operation and the line as the reason. Several threads take turns.
 
     Args:
         net: any network that `torch.export` can capture, on the CPU or on the meta device.
@@ -77,17 +77,18 @@ def trace(
             "the network is pruned already, and units are counted in its base; use the structure that it was "
             "pruned with"
         )
-    known = None if cache is None else Cache(cache).get(fingerprint(net, example, freeze))
-    if known is not None:
-        return replace(known, example=example, freeze=freeze)
-    structure = find(net, example, freeze)
-    refused, untried = unfollowed(net, structure)
-    if refused:
-        structure = without(net, structure, refused)
-    structure = replace(structure, untried=untried)
-    if cache is not None:
-        Cache(cache).put(structure)
-    return structure
+    with CAPTURING:
+        known = None if cache is None else Cache(cache).get(fingerprint(net, example, freeze))
+        if known is not None:
+            return replace(known, example=example, freeze=freeze)
+        structure = find(net, example, freeze)
+        refused, untried = unfollowed(net, structure)
+        if refused:
+            structure = without(net, structure, refused)
+        structure = replace(structure, untried=untried)
+        if cache is not None:
+            Cache(cache).put(structure)
+        return structure
 
 
 # the dry run

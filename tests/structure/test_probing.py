@@ -1,12 +1,14 @@
 """What the dry run of `trace` sees: nothing that it offers is refused by `prune_`."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+from support import tiny_cnn
 from torch import nn
 from zoo.transformers_nets import _BERT, _PICTURE, _hugging, _ids, _pixels
 
@@ -292,3 +294,13 @@ def test_a_refusal_names_what_to_keep_whole():
     frozen = sp.trace(net, example, freeze=["q"])
     scores = sp.score(net, criterion="weight", structure=frozen)
     sp.prune_(net, sp.select(net, scores, weights=0.7, ranking="local"))
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_threads_take_turns(is_shared):
+    nets = [tiny_cnn()] * 4 if is_shared else [tiny_cnn() for _ in range(4)]
+    image = torch.randn(2, 3, 8, 8)
+    wanted = sp.trace(tiny_cnn(), image).to_dict()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda net: sp.trace(net, image).to_dict(), nets * 2))
+    assert found == [wanted] * 8
