@@ -188,7 +188,8 @@ class _Twin:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         self.net = _copied(net, self.mode)
         self.hooks = _unhooked_(self.net)
-        self.example = tree_map_only(Tensor, partial(self.mode.from_tensor, static_shapes=True), on_device_of(net, self.captured.example))
+        fake = partial(self.mode.from_tensor, static_shapes=True)
+        self.example = tree_map_only(Tensor, fake, on_device_of(net, self.captured.example))
         self.owners = owners_of(self.net, structure.names)
         self.whole = whole(structure)
         self.cuts = _cuts(structure)
@@ -198,8 +199,9 @@ class _Twin:
         self.skipped = _prepared_(self.net)
         self._uncut: _Noted | None = None
         self.facts = _facts_of_graph(self.captured.program)
-        made = (node.meta["val"] for node in self.captured.program.graph.output_node().args[0] if isinstance(node, Node))
-        self.outputs = [tuple(value.shape) for value in made if isinstance(value, Tensor)]
+        made = tree_leaves(self.captured.program.graph.output_node().args[0])
+        values = [node.meta["val"] for node in made if isinstance(node, Node)]
+        self.outputs = [_shape(value) for value in values if isinstance(value, Tensor)]
 
     def hook_(self) -> bool:
         """Give the twin the hooks of the network; False where it has them already, or there are none.
@@ -207,10 +209,10 @@ class _Twin:
         They are left out at first: a user's hooks are for the network itself.
         """
         hooks, self.hooks, self._uncut = self.hooks, [], None
-        for kept, hook, first in hooks:
-            own = dict(kept)
-            kept.clear()
-            kept.update({**first, **own} if hook else {**own, **first})
+        for place, is_first, theirs in hooks:
+            ours = dict(place)
+            place.clear()
+            place.update({**theirs, **ours} if is_first else {**ours, **theirs})
         return bool(hooks)
 
     def fails_together(self, streams: Sequence[int]) -> Failure | None:
@@ -259,11 +261,11 @@ class _Twin:
         except Exception as error:  # whatever the network's own code raises is the reason that is listed
             place = self.running[-1] if self.running else ""
             return place, f"{_code_of(place)} does not follow: {first_line(error)}"
-        noted.outputs = [tuple(x.shape) for x in out if isinstance(x, Tensor)]
+        noted.outputs = [_shape(x) for x in out if isinstance(x, Tensor)]
         return noted
 
     def _fits(self, cut: _Noted, left: Kept) -> bool:
-        """Each module computes with numbers of the graph, and makes its very views, of the sizes that the structure says.
+        """Each module computes with numbers of the graph, and makes its very views, as large as the structure says.
 
         Where this is so, nothing has to be compared with the uncut twin.
         """
@@ -295,10 +297,10 @@ class _Twin:
             if is_new:
                 return place, f"{_code_of(place)} computes with a number of channels"
         for place, shapes in cut.views.items():
-            before = uncut.views.get(place, [])
-            if len(shapes) != len(before):
+            viewed = uncut.views.get(place, [])
+            if len(shapes) != len(viewed):
                 return place, f"{_code_of(place)} computes something else where channels go"
-            for was, now in zip(before, shapes, strict=True):
+            for was, now in zip(viewed, shapes, strict=True):
                 made = [value for value in self.captured.walk.views.get(place, ()) if value.shape == was]
                 if made and place not in self.skipped and now not in [self._left(value, left) for value in made]:
                     return place, f"{_code_of(place)} splits channels by a fixed number"
@@ -341,13 +343,14 @@ class _FakeCutter(Cutter):
 
 
 def _unhooked_(net: nn.Module) -> list[tuple[dict[int, Any], bool, dict[int, Any]]]:
-    """Take the hooks off; returns where each belongs, whether it is to run before others there, and the hooks."""
+    """Take the hooks off; returns where they belong, whether they run before those that come later, and the hooks."""
     found = []
     for module in net.modules():
-        for kept, first in ((module._forward_hooks, True), (module._forward_pre_hooks, False)):
-            if kept:
-                found.append((kept, first, dict(kept)))
-                kept.clear()
+        # the twin's own hooks follow which module runs: they are the outermost
+        for place, is_first in ((module._forward_hooks, True), (module._forward_pre_hooks, False)):
+            if place:
+                found.append((place, is_first, dict(place)))
+                place.clear()
     return found
 
 
@@ -388,7 +391,7 @@ class _Noted(TorchDispatchMode):
         with unset_fake_temporarily() if is_constant else nullcontext():
             out = func(*args, **(kwargs or {}))
         if func in _VIEWS:
-            self.views.setdefault(self.running[-1], []).append(tuple(out.shape))
+            self.views.setdefault(self.running[-1], []).append(_shape(out))
         elif facts := _facts(func, args, kwargs or {}, out):
             self.facts.setdefault(self.running[-1], []).extend(facts)
         return out
@@ -409,7 +412,8 @@ def _facts_of_graph(program: ExportedProgram) -> dict[str, set[Fact]]:
         for node in graph.graph.nodes if isinstance(graph, GraphModule) else ():
             if isinstance(node.target, OpOverload):
                 args, kwargs = map_aggregate((node.args, node.kwargs), lambda a: value(a) if isinstance(a, Node) else a)
-                found.setdefault(module_of(node), set(_NO_SIZES)).update(_facts(node.target, args, kwargs, node.meta.get("val")))
+                facts = _facts(node.target, args, kwargs, node.meta.get("val"))
+                found.setdefault(module_of(node), set(_NO_SIZES)).update(facts)
     return found
 
 
@@ -427,19 +431,25 @@ def _facts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any)
             found.append(value if value == value else "nan")
         elif isinstance(value, list | tuple):
             takes_tensor = takes_tensor or any(isinstance(each, Tensor) for each in value)
-    if isinstance(made, Tensor) and made.dim() and (is_fresh or not takes_tensor) and 0 not in made.shape:
-        found.append(("shape", *(n if isinstance(n, int) else -1 for n in made.shape)))
+    if isinstance(made, Tensor) and (is_fresh or not takes_tensor):
+        shape = _shape(made)
+        found += [("shape", *shape)] if shape and 0 not in shape else []  # else it holds nothing of a size
     return found
 
 
 @functools.cache
 def _kind_of(func: Any) -> tuple[bool, bool, frozenset[int | str]]:
-    """Whether it computes entry by entry, and makes a tensor of a shape alone; places and names of its plain numbers."""
+    """Whether it computes entry by entry; whether it makes a tensor of a shape alone; where it takes numbers."""
     schema = func._schema.arguments
     numbers = [(place, each.name) for place, each in enumerate(schema) if "number" in str(each.type)]
     name = func.overloadpacket.__name__.rstrip("_")
     is_fresh = RULES.get(name) is fresh
     return torch.Tag.pointwise in func.tags, is_fresh, frozenset(key for keys in numbers for key in keys)
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    """A shape; -1 for an axis whose size depends on values, as in the graph."""
+    return tuple(n if isinstance(n, int) else -1 for n in tensor.shape)
 
 
 def _constant(tensor: Tensor) -> Fact:

@@ -484,5 +484,5 @@ def test_a_free_writer_keeps_one_of_its_own_units():
     scores = Scores(structure, "made", "none", {"a": {"a": values, "b": np.where(values == 0, 0, np.nan)}})
     sp.prune_(copy.deepcopy(net), sp.select(net, scores, weights=0.3))
     assert sp.select(net, scores, weights=0.3).keep["a"][0] == 0
-    with pytest.raises(PlanError, match="empties 'b'.* units of its own, 0: keep one of these"):
+    with pytest.raises(PlanError, match=r"empties 'b'.* units of its own, 0: keep one of these"):
         sp.prune_(net, sp.Plan(structure, {"a": [5, 6]}))

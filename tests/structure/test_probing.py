@@ -140,7 +140,19 @@ class Collects(Attention):
         return out + self.head(self.states[0]).mean(1)
 
 
-SIZES = [InKeyword, InTensor, InList, InFilled, InShape, InTwin, InScript, InScriptToo, AsIndex, BesideAttention, Collects]
+SIZES = [
+    InKeyword,
+    InTensor,
+    InList,
+    InFilled,
+    InShape,
+    InTwin,
+    InScript,
+    InScriptToo,
+    AsIndex,
+    BesideAttention,
+    Collects,
+]
 
 
 def assert_never_refused(net, structure):

@@ -113,7 +113,8 @@ def calibration_of(given: Any) -> tuple[Recovery, Any]:
     sizes = [_samples(values) for values, _ in flat]
     if 0 in sizes:
         raise RecoveryError(
-            f"calibration batch {sizes.index(0)} holds no samples; expected them along the first axis of its first tensor"
+            f"calibration batch {sizes.index(0)} holds no samples; expected them along the first axis of its first "
+            "tensor"
         )
     try:
         joined = [_joined(each, sizes) for each in zip(*(values for values, _ in flat), strict=True)]
