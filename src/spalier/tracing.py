@@ -26,7 +26,6 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -182,6 +181,8 @@ class _Twin:
     """A copy of a network that computes shapes alone; it is cut and mended again and again."""
 
     def __init__(self, net: nn.Module, structure: Structure) -> None:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # late: it brings sympy along
+
         assert structure.captured is not None
         self.structure, self.captured = structure, structure.captured
         # with a ShapeEnv, as in torch.export: sizes that depend on values are symbols instead of errors
