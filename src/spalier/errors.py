@@ -99,6 +99,8 @@ class PruneError(SpalierError):
     """The network would no longer compute what the masked one computes; nothing was changed."""
 
     code = "prune"
+    place: str | None = None
+    """The path of the module that computes something else, where the two networks were compared."""
 
 
 class ScoreError(SpalierError):

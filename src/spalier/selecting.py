@@ -263,8 +263,10 @@ class _Search:
                 for name in own
                 if name not in self.protected
             }
+            least = min_keep
             if not own and f"stream:{stream.name}" not in self.protected:
-                values = {stream.name: scores.of(stream.name, normalise, aggregate)}
+                value, forced = _of_stream(scores.of(stream.name, normalise, aggregate), scores, number, kept)
+                values, least = {stream.name: value}, max(min_keep, forced)
             multiple = _multiple(structure, stream.name, round_to)
             for name, value in values.items():
                 if not np.array_equal(~np.isnan(value), kept.units(structure, name, self.writers)):
@@ -272,7 +274,7 @@ class _Search:
                         f"the scores of {name!r} are for other units than the network has left: it was pruned since; "
                         "score it again"
                     )
-                made.append(group(name, value, min_keep=min_keep, multiple=multiple))
+                made.append(group(name, value, min_keep=least, multiple=multiple))
         return made
 
     def plan(self, units: Order, budget: tuple[str, float] | None, rank: float | None, example: Any) -> Plan:
@@ -377,6 +379,24 @@ class _Search:
     def _predicted(self, masks: Masks, ranks: Masks) -> Plan:
         prediction = self.meter.predict(self._plan(masks, ranks), self._kept(masks))
         return self._plan(masks, ranks, prediction)
+
+
+def _of_stream(value: Floats, scores: Scores, number: int, kept: Kept) -> tuple[Floats, int]:
+    """The scores of a stream whose writers may have been free before, and how many of its units have to stay.
+
+    A unit that no layer writes that was seen counts nothing: others write it still. Each writer that has units of its
+    own needs one of them, so the best one is put above all.
+    """
+    structure, left = scores.structure, kept.streams[number]
+    own = {name: mask for name, mask in kept.writers.items() if structure.free_writers[name] == number}
+    written = [own.get(layer, left) for layer in scores.layers[structure.streams[number].name]]
+    seen = np.logical_or.reduce(written)
+    if not np.array_equal(~np.isnan(value), seen):
+        return value, 0  # scores of another time, which are refused
+    value = np.where(left & ~seen, 0.0, value)
+    best = {int(np.argmax(np.where(mask, value, -np.inf))) for mask in own.values()}
+    value[list(best)] = np.inf
+    return value, len(best)
 
 
 def _of_writer(scores: Scores, stream: str, writer: str, kept: Kept, normalise: Normalise | None) -> Floats:

@@ -2,31 +2,42 @@
 
 The graph says which channels are coupled (`spalier.structure`). It does not show whether the code that made it would
 run with fewer: a view may be written with a constant, or with the width of another tensor. So there is a dry run. A
-twin of fake tensors, which computes shapes alone, loses a unit of every stream and runs. If it fails, or if its views
-have other shapes than the structure says, the streams that are to blame are frozen, with the reason.
+twin of fake tensors, which computes shapes alone, loses some units of every stream and runs. If it fails, if its views
+have other shapes than the structure says, or if it computes with other numbers than the whole twin, the streams that
+are to blame are frozen, with the reason. Streams that meet lose different numbers of units: sizes that are equal by
+chance would hide a failure.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Node
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spalier.adapters.attachment import MARK, Changes, owners_of
 from spalier.errors import TraceError
+from spalier.pruning.modules import Resize, resized
 from spalier.pruning.plan import PRUNED_MARK, Indices, Kept, Reduction, whole
 from spalier.pruning.prune import Cutter, apply_
 from spalier.pruning.verify import follow_calls
-from spalier.structure.graph import Value, arguments, as_base, on_device_of, operation, quiet
+from spalier.structure.arithmetic import fresh
+from spalier.structure.graph import CAPTURING, RULES, Value, arguments, as_base, module_of, on_device_of, quiet
 from spalier.structure.streams import Extent
 from spalier.structure.structure import UNUSED, Cache, Freeze, Structure, find, fingerprint, without
 from spalier.text import first_line
@@ -39,7 +50,7 @@ def trace(
 
     The network is captured with `torch.export` in eval mode, frozen or not, adapted or not, and left as it was. Then a
     twin without values shows whether its own code runs with fewer channels. What is not understood, or does not follow,
-    is frozen, with the operation and the line as the reason.
+    is frozen, with the operation and the line as the reason. Several threads take turns.
 
     Args:
         net: any network that `torch.export` can capture, on the CPU or on the meta device.
@@ -65,16 +76,18 @@ def trace(
             "the network is pruned already, and units are counted in its base; use the structure that it was "
             "pruned with"
         )
-    known = None if cache is None else Cache(cache).get(fingerprint(net, example, freeze))
-    if known is not None:
-        return replace(known, example=example, freeze=freeze)
-    structure = find(net, example, freeze)
-    refused = unfollowed(net, structure)
-    if refused:
-        structure = without(net, structure, refused)
-    if cache is not None:
-        Cache(cache).put(structure)
-    return structure
+    with CAPTURING:
+        known = None if cache is None else Cache(cache).get(fingerprint(net, example, freeze))
+        if known is not None:
+            return replace(known, example=example, freeze=freeze)
+        structure = find(net, example, freeze)
+        refused, untried = unfollowed(net, structure)
+        if refused:
+            structure = without(net, structure, refused)
+        structure = replace(structure, untried=untried)
+        if cache is not None:
+            Cache(cache).put(structure)
+        return structure
 
 
 # the dry run
@@ -83,26 +96,33 @@ Failure = tuple[str, str]
 """The path of the module that fails, and the reason."""
 
 
-def unfollowed(net: nn.Module, structure: Structure) -> dict[int, str]:
-    """The streams that the network's code cannot lose channels of, and why."""
+def unfollowed(net: nn.Module, structure: Structure) -> tuple[dict[int, str], str]:
+    """The streams that the network's code cannot lose channels of, and why; and why that could not be found out."""
     refused: dict[int, str] = {}
+    untried = ""
     with quiet():
         twin = _Twin(net, structure)
         # a layer that the example passes by may read a stream where the network trains
         modes = (False, True) if any(f.reason == UNUSED for f in structure.frozen) else (False,)
         for twin.training in modes:
             left = [number for number in range(len(structure.streams)) if number not in refused]
-            refused |= _refused(twin, structure, left)
-    return refused
+            found = _refused(twin, structure, left)
+            if isinstance(found, str):
+                untried = untried or found
+            else:
+                refused |= found
+    return refused, untried
 
 
-def _refused(twin: _Twin, structure: Structure, left: list[int]) -> dict[int, str]:
-    """Take streams out until the twin runs with a unit less in each of those that are left."""
+def _refused(twin: _Twin, structure: Structure, left: list[int]) -> dict[int, str] | str:
+    """Take streams out until the twin runs with fewer units in each of those that are left; or why it never runs."""
     refused: dict[int, str] = {}
     alone: dict[int, Failure | None] = {}
-    while (failure := twin.fails(left)) is not None:
-        if not refused and twin.fails(()) is not None:  # it needs values to run: nothing can be said here
-            return {}
+    while (failure := twin.fails_together(left)) is not None:
+        if not refused and (uncut := twin.fails(())) is not None:
+            if twin.hook_():  # the network's own, which hand states from layer to layer
+                continue
+            return f"in training, {uncut[1]}" if twin.training else uncut[1]  # it needs values to run
         place, reason = failure
         # trying each stream alone takes a run for each, so only those that touch the failing module are tried
         suspects = _suspects(structure, left, place)
@@ -137,35 +157,81 @@ def _too_many(twin: _Twin, structure: Structure, suspects: Sequence[int]) -> Seq
     return [n for n in suspects if n not in taken] or suspects
 
 
+def _cuts(structure: Structure) -> list[tuple[int, int]]:
+    """How many units each stream loses, and a code; streams that meet in a module differ in one of the two."""
+    met: dict[str, set[int]] = {}
+    for number, stream in enumerate(structure.streams):
+        for member in stream.members:
+            layer = member.tensor.rpartition(".")[0]
+            for place in (layer, layer.rpartition(".")[0]):
+                met.setdefault(place, set()).add(number)
+    for extent in structure.extents:
+        met.setdefault(extent.module, set()).update(stream for units in extent.units for stream, _ in units)
+    found: list[tuple[int, int]] = []
+    for number, stream in enumerate(structure.streams):
+        others = {other for each in met.values() if number in each for other in each if other < number}
+        taken = {found[other] for other in others}
+        # at least half of a stream stays: a size of 1 would broadcast, and hide a failure too
+        choices = ((count, code) for code in itertools.count() for count in range(1, max(stream.size // 2, 1) + 1))
+        found.append(next(choice for choice in choices if choice not in taken))
+    return found
+
+
 class _Twin:
     """A copy of a network that computes shapes alone; it is cut and mended again and again."""
 
     def __init__(self, net: nn.Module, structure: Structure) -> None:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # late: it brings sympy along
+
         assert structure.captured is not None
         self.structure, self.captured = structure, structure.captured
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # with a ShapeEnv, as in torch.export: sizes that depend on values are symbols instead of errors
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         self.net = _copied(net, self.mode)
-        self.example = tree_map_only(Tensor, self.mode.from_tensor, on_device_of(net, self.captured.example))
+        self.hooks = _unhooked_(self.net)
+        fake = partial(self.mode.from_tensor, static_shapes=True)
+        self.example = tree_map_only(Tensor, fake, on_device_of(net, self.captured.example))
         self.owners = owners_of(self.net, structure.names)
         self.whole = whole(structure)
+        self.cuts = _cuts(structure)
         self.training = False
         self.running: list[str] = []
         follow_calls(self.net, self.running)
-        kind = nn.MultiheadAttention  # runs another forward once it is cut, with views of its own
-        self.skipped = {path for path, module in self.net.named_modules() if isinstance(module, kind)}
-        self._uncut: _Shapes | None = None
-        nodes = list(self.captured.program.graph.nodes)
-        calls = [node for node in nodes if node.op == "call_function"]
-        # numbers of the graph's arithmetic: one that is new with fewer channels was computed from their number
-        self.numbers = {(operation(node), number) for node in calls for number in _numbers(node.args)}
-        made = (node.meta["val"] for node in nodes[-1].args[0] if isinstance(node, Node))
-        self.outputs = [tuple(value.shape) for value in made if isinstance(value, Tensor)]
+        self.skipped = _prepared_(self.net)
+        self._uncut: _Noted | None = None
+        self.facts = _facts_of_graph(self.captured.program)
+        made = tree_leaves(self.captured.program.graph.output_node().args[0])
+        values = [node.meta["val"] for node in made if isinstance(node, Node)]
+        self.outputs = [_shape(value) for value in values if isinstance(value, Tensor)]
+
+    def hook_(self) -> bool:
+        """Give the twin the hooks of the network; False where it has them already, or there are none.
+
+        They are left out at first: a user's hooks are for the network itself.
+        """
+        hooks, self.hooks, self._uncut = self.hooks, [], None
+        for place, is_first, theirs in hooks:
+            ours = dict(place)
+            place.clear()
+            place.update({**theirs, **ours} if is_first else {**ours, **theirs})
+        return bool(hooks)
+
+    def fails_together(self, streams: Sequence[int]) -> Failure | None:
+        """Where the twin fails without some units of all of these, and how, or None.
+
+        Streams that have too few units to lose different numbers of them are told apart by further runs, each without
+        some of them.
+        """
+        codes = [self.cuts[number][1] for number in streams]
+        bits = range(max(codes, default=0).bit_length())
+        some = [[n for n, code in zip(streams, codes, strict=True) if code >> bit & 1] for bit in bits]
+        return next((failure for each in (streams, *some) if (failure := self.fails(each)) is not None), None)
 
     def fails(self, streams: Iterable[int]) -> Failure | None:
-        """Take a unit out of each of these; where the twin fails, and how, or None."""
+        """Take some units out of each of these; where the twin fails, and how, or None."""
         masks = [mask.copy() for mask in self.whole.streams]
         for number in streams:
-            masks[number][-1] = False  # any unit will do: only sizes matter
+            masks[number][-self.cuts[number][0] :] = False  # any units will do: only sizes matter
         left = Kept(tuple(masks), {})
         changes = Changes()
         try:
@@ -183,39 +249,42 @@ class _Twin:
             return "", "the network's output changes its shape where channels go"
         return None if self._fits(found, left) else self._misfit(found, left)
 
-    def _run(self) -> _Shapes | Failure:
+    def _run(self) -> _Noted | Failure:
         """The shapes that the twin makes; or where it fails, and how."""
         args, kwargs = arguments(self.example)
         self.running.clear()
-        shapes = _Shapes(self.running, self.skipped)
+        noted = _Noted(self.running)
         try:
             self.net.train()  # what modules cache until they train is made anew
             self.net.train(self.training)
-            with self.mode, torch.no_grad(), shapes:
+            with self.mode, torch.no_grad(), noted:
                 out = tree_leaves(self.net(*args, **kwargs))
         except Exception as error:  # whatever the network's own code raises is the reason that is listed
             place = self.running[-1] if self.running else ""
             return place, f"{_code_of(place)} does not follow: {first_line(error)}"
-        shapes.outputs = [tuple(x.shape) for x in out if isinstance(x, Tensor)]
-        return shapes
+        noted.outputs = [_shape(x) for x in out if isinstance(x, Tensor)]
+        return noted
 
-    def _fits(self, cut: _Shapes, left: Kept) -> bool:
-        """Each module has made the very views of the graph, in order and of the sizes that the structure says."""
-        made: dict[str, list[tuple[int, ...]]] = {}
-        for place, shape in cut.views:
-            made.setdefault(place, []).append(shape)
-        if any((name, number) not in self.numbers for _, name, number in cut.numbers):
-            return False
-        return all(
-            made.get(place) == [self._left(value, left) for value in values]
+    def _fits(self, cut: _Noted, left: Kept) -> bool:
+        """Each module computes with numbers of the graph, and makes its very views, as large as the structure says.
+
+        Where this is so, nothing has to be compared with the uncut twin.
+        """
+        numbers = all(
+            self.facts.get(place, _NO_SIZES).issuperset(facts)
+            for place, facts in cut.facts.items()
+            if place not in self.skipped
+        )
+        return numbers and all(
+            cut.views.get(place) == [self._left(value, left) for value in values]
             for place, values in self.captured.walk.views.items()
             if place not in self.skipped
         )
 
-    def _misfit(self, cut: _Shapes, left: Kept) -> Failure | None:
-        """Where a view has not become what the structure says: a fixed number of heads or groups.
+    def _misfit(self, cut: _Noted, left: Kept) -> Failure | None:
+        """Where a number is another one, or a view has not become what the structure says.
 
-        Operations may make views of their own, which the graph does not have: the uncut twin shows which.
+        Operations may make views, and use numbers, that the graph does not have: the uncut twin shows which.
         """
         if self._uncut is None:
             found = self._run()
@@ -223,16 +292,19 @@ class _Twin:
                 return found
             self._uncut = found
         uncut = self._uncut
-        if len(cut.views) != len(uncut.views):
-            return "", "the network computes something else where channels go"
-        if len(cut.numbers) == len(uncut.numbers):
-            for one, other in zip(uncut.numbers, cut.numbers, strict=True):
-                if one != other:
-                    return one[0], f"{_code_of(one[0])} computes with a number of channels"
-        for (place, was), (_, now) in zip(uncut.views, cut.views, strict=True):
-            made = [value for value in self.captured.walk.views.get(place, ()) if value.shape == was]
-            if made and now not in [self._left(value, left) for value in made]:
-                return place, f"{_code_of(place)} splits channels by a fixed number"
+        for place, facts in cut.facts.items():
+            before = uncut.facts.get(place, [])
+            is_new = facts != before if len(facts) == len(before) else not set(before).issuperset(facts)
+            if is_new:
+                return place, f"{_code_of(place)} computes with a number of channels"
+        for place, shapes in cut.views.items():
+            viewed = uncut.views.get(place, [])
+            if len(shapes) != len(viewed):
+                return place, f"{_code_of(place)} computes something else where channels go"
+            for was, now in zip(viewed, shapes, strict=True):
+                made = [value for value in self.captured.walk.views.get(place, ()) if value.shape == was]
+                if made and place not in self.skipped and now not in [self._left(value, left) for value in made]:
+                    return place, f"{_code_of(place)} splits channels by a fixed number"
         return None
 
     def _left(self, value: Value, left: Kept) -> tuple[int, ...]:
@@ -257,11 +329,9 @@ def _copied(net: nn.Module, mode: FakeTensorMode) -> nn.Module:
         twin = copy.deepcopy(net, memo)
     for module in twin.modules():
         module.__dict__.pop(MARK, None)
-        module._forward_hooks.clear()  # the user's are for the network itself
-        module._forward_pre_hooks.clear()
         for key, value in module.__dict__.items():  # tensors that are neither parameters nor buffers
             if isinstance(value, Tensor):
-                module.__dict__[key] = mode.from_tensor(value)
+                module.__dict__[key] = mode.from_tensor(value, static_shapes=True)
     return twin
 
 
@@ -273,29 +343,117 @@ class _FakeCutter(Cutter):
         return tensor.new_empty([*sizes, *tensor.shape[len(sizes) :]])
 
 
-class _Shapes(TorchDispatchMode):
-    """Notes the shape that every view makes, the numbers in arithmetic, and the module that asks for them."""
+def _unhooked_(net: nn.Module) -> list[tuple[dict[int, Any], bool, dict[int, Any]]]:
+    """Take the hooks off; returns where they belong, whether they run before those that come later, and the hooks."""
+    found = []
+    for module in net.modules():
+        # the twin's own hooks follow which module runs: they are the outermost
+        for place, is_first in ((module._forward_hooks, True), (module._forward_pre_hooks, False)):
+            if place:
+                found.append((place, is_first, dict(place)))
+                place.clear()
+    return found
 
-    def __init__(self, running: list[str], skipped: set[str]) -> None:
+
+def _prepared_(net: nn.Module) -> set[str]:
+    """Attention runs another forward once it is cut, so the uncut twin runs it too; the paths of those modules."""
+    found = set()
+    for path, module in net.named_modules():
+        if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer | nn.TransformerEncoder):
+            for key, value in resized(module, Resize({}, (), {})).items():
+                setattr(module, key, value)
+        if isinstance(module, nn.MultiheadAttention):
+            found.add(path)
+    return found
+
+
+# what a twin computes with
+
+Fact = Hashable
+"""A number, the shape of a tensor that is made of nothing, or the values of a constant."""
+_NO_SIZES: frozenset[Fact] = frozenset((0, float("inf"), float("-inf")))
+"""What operations fill masks with on their own."""
+
+
+class _Noted(TorchDispatchMode):
+    """Notes the shapes that views make, and the numbers that operations take, by the module that asks for them."""
+
+    def __init__(self, running: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.running, self.skipped = running, skipped
-        self.views: list[tuple[str, tuple[int, ...]]] = []
-        self.numbers: list[tuple[str, str, float]] = []
+        self.running = running
+        self.views: dict[str, list[tuple[int, ...]]] = {}
+        self.facts: dict[str, list[Fact]] = {}
         self.outputs: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in _VIEWS and self.running[-1] not in self.skipped:
-            self.views.append((self.running[-1], tuple(out.shape)))
-        if torch.Tag.pointwise in func.tags:
-            name = func.overloadpacket.__name__.rstrip("_")
-            self.numbers += [(self.running[-1], name, number) for number in _numbers(args)]
+        given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        # what is computed from constants alone has values, which the network's code may ask for
+        is_constant = bool(given) and not any(isinstance(a, FakeTensor) for a in given)
+        with unset_fake_temporarily() if is_constant else nullcontext():
+            out = func(*args, **(kwargs or {}))
+        if func in _VIEWS:
+            self.views.setdefault(self.running[-1], []).append(_shape(out))
+        elif facts := _facts(func, args, kwargs or {}, out):
+            self.facts.setdefault(self.running[-1], []).extend(facts)
         return out
 
 
 _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 
 
-def _numbers(args: Iterable[Any]) -> list[float]:
-    """The plain numbers that an operation takes."""
-    return [a for a in args if isinstance(a, int | float) and not isinstance(a, bool)]
+def _facts_of_graph(program: ExportedProgram) -> dict[str, set[Fact]]:
+    """What each module's code computes with in the whole network, so far as the graph shows it."""
+    lifted = program.graph_signature.inputs_to_lifted_tensor_constants
+    found: dict[str, set[Fact]] = {}
+
+    def value(node: Node) -> Any:
+        return program.constants[lifted[node.name]] if node.name in lifted else node.meta.get("val")
+
+    for graph in program.graph_module.modules():
+        for node in graph.graph.nodes if isinstance(graph, GraphModule) else ():
+            if isinstance(node.target, OpOverload):
+                args, kwargs = map_aggregate((node.args, node.kwargs), lambda a: value(a) if isinstance(a, Node) else a)
+                facts = _facts(node.target, args, kwargs, node.meta.get("val"))
+                found.setdefault(module_of(node), set(_NO_SIZES)).update(facts)
+    return found
+
+
+def _facts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> list[Fact]:
+    """What an operation takes beside the network's own tensors, and that is no size of what it makes."""
+    is_pointwise, is_fresh, numbers = _kind_of(func)
+    found: list[Fact] = []
+    takes_tensor = False
+    for key, value in itertools.chain(enumerate(args), kwargs.items()):
+        if isinstance(value, Tensor):
+            takes_tensor = True
+            if not isinstance(value, FakeTensor):
+                found.append(_constant(value))
+        elif isinstance(value, float | complex) or (type(value) is int and (is_pointwise or key in numbers)):
+            found.append(value if value == value else "nan")
+        elif isinstance(value, list | tuple):
+            takes_tensor = takes_tensor or any(isinstance(each, Tensor) for each in value)
+    if isinstance(made, Tensor) and (is_fresh or not takes_tensor):
+        shape = _shape(made)
+        found += [("shape", *shape)] if shape and 0 not in shape else []  # else it holds nothing of a size
+    return found
+
+
+@functools.cache
+def _kind_of(func: Any) -> tuple[bool, bool, frozenset[int | str]]:
+    """Whether it computes entry by entry; whether it makes a tensor of a shape alone; where it takes numbers."""
+    schema = func._schema.arguments
+    numbers = [(place, each.name) for place, each in enumerate(schema) if "number" in str(each.type)]
+    name = func.overloadpacket.__name__.rstrip("_")
+    is_fresh = RULES.get(name) is fresh
+    return torch.Tag.pointwise in func.tags, is_fresh, frozenset(key for keys in numbers for key in keys)
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    """A shape; -1 for an axis whose size depends on values, as in the graph."""
+    return tuple(n if isinstance(n, int) else -1 for n in tensor.shape)
+
+
+def _constant(tensor: Tensor) -> Fact:
+    with unset_fake_temporarily():
+        few = tensor.reshape(-1).tolist() if tensor.numel() <= 16 else [hash(tensor.detach().cpu().numpy().tobytes())]
+    return ("values", *tensor.shape, *(n if n == n else "nan" for n in few))

@@ -436,3 +436,53 @@ def test_a_budget_of_what_cannot_be_counted_is_refused():
     scores = sp.score(net, criterion="weight", structure=structure)
     refused("cannot be counted", scores, macs=0.5, net=net)
     assert sp.select(net, scores, channels=0.5).prediction.macs is None
+
+
+# free writers, then coupled ones
+
+
+class Sums(torch.nn.Module):
+    def __init__(self, is_called):
+        super().__init__()
+        self.a, self.b, self.out = torch.nn.Linear(6, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)
+        self.is_called = is_called
+
+    def forward(self, x):
+        x = self.a(x)
+        # a layer that is not called is neither free nor seen
+        return self.out(x + (self.b(x) if self.is_called else F.linear(x, self.b.weight, self.b.bias)))
+
+
+@pytest.mark.parametrize("criterion", ["weight", "taylor", "random"])
+@pytest.mark.parametrize(
+    ("is_called", "keep"), [(True, {"b": [0]}), (True, {"a": [1, 4], "b": [2, 3, 4]}), (False, {"a": [0, 3]})]
+)
+def test_coupled_after_free(criterion, is_called, keep):
+    torch.manual_seed(0)
+    rows, targets = torch.randn(4, 6).double(), torch.tensor([0, 1, 0, 1])
+    net = Sums(is_called).double()
+    structure = sp.trace(net, rows)
+    sp.prune_(net, sp.Plan(structure, keep, writers="free"))
+    scores = sp.score(net, [(rows, targets)], criterion=criterion, loss=F.cross_entropy, structure=structure)
+    whole = set(sp.kept_units(net)["streams"]["a"])
+    for share, ranking in itertools.product((0.5, 0.3, 0.26), ("global", "local")):
+        plan = sp.select(net, scores, weights=share, ranking=ranking)
+        pruned = copy.deepcopy(net)
+        sp.prune_(pruned, plan)
+        left = sp.kept_units(pruned)
+        assert 0 < len(left["streams"]["a"]) <= len(whole)
+        assert all(left["writers"].get(name, left["streams"]["a"]) for name in keep)
+
+
+def test_a_free_writer_keeps_one_of_its_own_units():
+    torch.manual_seed(0)
+    rows = torch.randn(4, 6).double()
+    net = Sums(is_called=True).double()
+    structure = sp.trace(net, rows)
+    sp.prune_(net, sp.Plan(structure, {"b": [0]}, writers="free"))
+    values = np.arange(8.0)  # its one unit is the least of all
+    scores = Scores(structure, "made", "none", {"a": {"a": values, "b": np.where(values == 0, 0, np.nan)}})
+    sp.prune_(copy.deepcopy(net), sp.select(net, scores, weights=0.3))
+    assert sp.select(net, scores, weights=0.3).keep["a"][0] == 0
+    with pytest.raises(PlanError, match=r"empties 'b'.* units of its own, 0: keep one of these"):
+        sp.prune_(net, sp.Plan(structure, {"a": [5, 6]}))

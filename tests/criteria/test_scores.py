@@ -323,6 +323,7 @@ def test_bad_batches_are_refused():
     refused("there are none", net, [], "taylor", loss=loss)
     refused("none were given", net, None, "taylor", loss=loss)
     refused("a Tensor was given", net, given[0][0], "taylor", loss=loss)
+    refused("a int was given; expected an iterable", net, 5, "taylor", loss=loss)
     refused("batch 0 is a int", net, [3], "taylor", loss=loss)
     refused("batch 0 holds no samples", net, [(torch.empty(0, 3, 6, 6).double(), given[0][1])], loss=loss)
     refused("does not run on batch 1", net, [given[0], (given[0][0][:, :2], given[0][1])], loss=loss)

@@ -272,8 +272,8 @@ def test_a_network_that_was_changed_since_it_was_traced():
     assert_unchanged(net, before)
 
 
-class Divides(nn.Module):
-    """Its code counts channels, which no shape shows."""
+class Counts(nn.Module):
+    """Its code counts channels, which neither a shape nor a number shows."""
 
     def __init__(self):
         super().__init__()
@@ -285,16 +285,17 @@ class Divides(nn.Module):
 
 class PerChannel(nn.Module):
     def forward(self, x):
-        return x / torch.tensor(float(x.shape[1]))
+        return x.tanh() if x.shape[1] == 8 else x.sigmoid()
 
 
 def test_a_mismatch_rolls_everything_back_and_names_the_module():
-    net = Divides()
+    net = Counts()
     net(IMAGE).sum().backward()
     grads = [p.grad for p in net.parameters()]
     chosen, before = plan(net, {"one": [0, 1]}), snapshot(net)
-    with pytest.raises(PruneError, match=r"scale \(PerChannel\) is the first to differ; nothing was changed"):
+    with pytest.raises(PruneError, match=r"scale \(PerChannel\) is the first to differ; nothing was changed") as caught:
         sp.prune_(net, chosen)
+    assert "protect=['one'] to select" in str(caught.value)
     assert_unchanged(net, before)
     assert net.one.out_channels == 8
     assert all(p.grad is grad for p, grad in zip(net.parameters(), grads, strict=True))

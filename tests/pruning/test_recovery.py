@@ -228,7 +228,9 @@ def test_bad_calibration_is_refused_and_nothing_is_changed():
     for recover, match in (
         ([], "there are none"),
         (calibration()[0], "expected an iterable"),
+        (5, "are a int, expected an iterable"),
         ([3], "calibration batch 0 is a int"),
+        ([calibration()[0], calibration()[0][:0]], "calibration batch 1 holds no samples"),
         ([calibration()[0], calibration()[0][:, :, :4]], "cannot be put together"),
         ([torch.randn(4, 2, 6, 6, dtype=torch.float64)], "does not run on the calibration batches"),
         ([torch.full((4, 3, 6, 6), float("nan"), dtype=torch.float64)], "NaN or infinite"),

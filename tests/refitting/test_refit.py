@@ -304,6 +304,8 @@ def test_what_is_refused_changes_nothing():
     refused(errors.ConfigError, "bytes", net, bytes=-1)
     refused(errors.BudgetError, "without any delta", net, bytes=100)
     refused(errors.RecoveryError, "there are none", net, sp.SPDelta(), batches=[])
+    refused(errors.RecoveryError, "are a int, expected an iterable", net, sp.SPDelta(), batches=5)
+    refused(errors.RecoveryError, "batch 0 holds no samples", net, sp.SPDelta(), batches=[torch.zeros(0, 1, 8, 8)])
     refused(errors.RecoveryError, "does not run", net, sp.SPDelta(), batches=[torch.zeros(2, 5, 8, 8)])
     refused(errors.RecoveryError, "NaN", net, bytes=20_000, batches=[torch.full((2, 1, 8, 8), torch.nan)])
     refused(errors.RecoveryError, "NaN", net, sp.SPDelta(), batches=[torch.full((2, 1, 8, 8), torch.nan)])

@@ -97,7 +97,8 @@ class Batch:
 
 def batches_of(given: Batches | None, net: nn.Module, what: str) -> Iterator[Batch]:
     """Every batch of a loader; none at all is an error."""
-    if given is None or isinstance(given, Tensor | Mapping | str):
+    is_iterable = isinstance(given, Iterable) or hasattr(given, "__getitem__")
+    if isinstance(given, Tensor | Mapping | str) or not is_iterable or given is None:
         found = "none were given" if given is None else f"a {type(given).__name__} was given"
         raise ScoreError(
             f"{what} needs batches, and {found}; expected an iterable of (inputs, targets), such as a DataLoader, or a "

@@ -21,7 +21,7 @@ from spalier.errors import PlanError
 from spalier.structure.labels import Ints, Mask
 from spalier.structure.streams import kept_indices
 from spalier.structure.structure import Structure
-from spalier.text import table
+from spalier.text import first_few, table
 
 PRUNED_MARK = "_spalier_kept"
 """The private attribute of a pruned network that holds the kept units of its base."""
@@ -271,7 +271,9 @@ def kept_after(plan: Plan, kept: Kept) -> Kept:
     left = narrowed(plan.structure, kept, chosen, plan.writers)
     for name, mask in left.writers.items():
         if not mask.any():
-            raise PlanError(f"the plan empties {name!r}; at least one unit has to stay")
+            had = np.flatnonzero(kept.writers[name]).tolist() if name in kept.writers else []
+            which = f"; it has units of its own, {first_few(had)}: keep one of these" if had else ""
+            raise PlanError(f"the plan empties {name!r}; at least one unit has to stay{which}")
     return left
 
 

@@ -29,10 +29,11 @@ from spalier.adapters.geometry import Geometry
 from spalier.adapters.kinds import LowRank, Update
 from spalier.errors import PlanError, PruneError
 from spalier.pruning.modules import Resize, resized, set_spread_
-from spalier.pruning.plan import PRUNED_MARK, Indices, Plan, Reduction, kept_after, kept_of
+from spalier.pruning.plan import PRUNED_MARK, Indices, Plan, Reduction, Writers, kept_after, kept_of
 from spalier.pruning.recovery import Recovered, Recovery, calibration_of, recover_, wishes_of
 from spalier.pruning.verify import reference, verify
 from spalier.structure.labels import Ints
+from spalier.structure.structure import Structure
 
 
 def prune_(
@@ -101,8 +102,10 @@ def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool, recover: An
         if calibration is not None and teacher is not None:
             wishes = wishes_of(reduction, calibration[0])
             recovered = recover_(net, teacher, attachment, *calibration, changes, wishes)
-    except BaseException:  # an interrupt too
+    except BaseException as error:  # an interrupt too
         changes.undo_()
+        if isinstance(error, PruneError) and error.place is not None:
+            raise PruneError(f"{error}: {_remedy(plan, reduction, attachment, error.place)}") from error
         raise
     cut_optimizers_(optimizers, cutter.sliced)  # last: it is the one thing that no log takes back
     for parameter in () if recovered is None else recovered.parameters:
@@ -120,6 +123,64 @@ def _parameters(reduction: Reduction) -> list[Tensor]:
     owners = [owner for name in reduction.cuts for owner in reduction.owners[name]]
     updates = [owner.update for owner in owners if owner.update is not None]
     return [*(owner.tensor for owner in owners), *(p for update in updates for p in update.parameters())]
+
+
+def _remedy(plan: Plan, reduction: Reduction, attachment: Attachment | None, place: str) -> str:
+    """What to keep whole, so that the rest of a plan that was refused can be carried out."""
+    structure = plan.structure
+    names = _to_blame(plan, reduction, attachment, place)
+    streams = [structure.streams[_stream(structure, name, plan.writers)] for name in names]
+    writers = [next((m for m in s.members if m.role == "writer"), s.members[0]).tensor for s in streams]
+    layers = list(dict.fromkeys(tensor.rpartition(".")[0] for tensor in writers if "." in tensor))
+    whole = f"pass protect={layers} to select, or freeze={layers} to trace, or " if layers else ""
+    return f"{whole}leave {', '.join(map(repr, names))} out of the plan"
+
+
+def _to_blame(plan: Plan, reduction: Reduction, attachment: Attachment | None, place: str) -> list[str]:
+    """The streams that are refused when they are cut alone, those that have to do with a module first.
+
+    Where none is, the nearest ones: they fail together.
+    """
+    structure, before = plan.structure, reduction.before
+    waiting = list(plan.keep)
+    nearest: list[str] = []
+    for path in _upwards(place):
+        inside = f"{path}." if path else ""
+        near = []
+        for name in waiting:
+            stream = structure.streams[_stream(structure, name, plan.writers)]
+            if any(member.tensor.startswith(inside) for member in stream.members):
+                near.append(name)
+        guilty = []
+        for name in near:
+            left = kept_after(Plan(structure, {name: plan.keep[name]}, writers=plan.writers), before)
+            alone = Reduction(reduction.net, structure, reduction.owners, before, left)
+            changes = Changes()
+            try:
+                wanted = reference(alone)
+                apply_(alone, Cutter(attachment, changes))
+                verify(alone, wanted, changes)
+            except PruneError:
+                guilty.append(name)
+            finally:
+                changes.undo_()
+        if guilty:
+            return guilty
+        nearest = nearest or near
+        waiting = [name for name in waiting if name not in near]
+    return nearest or waiting
+
+
+def _upwards(path: str) -> list[str]:
+    """A module, and all that hold it, up to the network itself."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
+
+
+def _stream(structure: Structure, name: str, writers: Writers) -> int:
+    """The number of the stream that a plan means by a name, or of the stream that a free writer writes."""
+    free = writers == "free" and name in structure.free_writers
+    return structure.free_writers[name] if free else structure.index[name]
 
 
 def apply_(reduction: Reduction, cutter: Cutter) -> None:

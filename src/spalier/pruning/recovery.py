@@ -99,8 +99,8 @@ def calibration_of(given: Any) -> tuple[Recovery, Any]:
     batches = recovery.batches
     if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
         raise RecoveryError(
-            f"recover is a {type(batches).__name__}, expected an iterable of batches, such as a DataLoader or a list "
-            "of one batch, or a Recovery"
+            f"the calibration batches are {'none' if batches is None else f'a {type(batches).__name__}'}, expected an "
+            "iterable of batches, such as a DataLoader or a list of one batch"
         )
     inputs = [_inputs(number, batch) for number, batch in enumerate(batches)]
     if not inputs:
@@ -111,6 +111,11 @@ def calibration_of(given: Any) -> tuple[Recovery, Any]:
     if any(tree != flat[0][1] for _, tree in flat):
         raise RecoveryError("the calibration batches cannot be put together; expected the same inputs in each")
     sizes = [_samples(values) for values, _ in flat]
+    if 0 in sizes:
+        raise RecoveryError(
+            f"calibration batch {sizes.index(0)} holds no samples; expected them along the first axis of its first "
+            "tensor"
+        )
     try:
         joined = [_joined(each, sizes) for each in zip(*(values for values, _ in flat), strict=True)]
     except (RuntimeError, ValueError) as error:

@@ -94,12 +94,13 @@ def verify(reduction: Reduction, wanted: Sequence[Any], changes: Changes) -> Non
                 return
         except Exception as error:  # whatever the network's own code raises
             failure = error
-    where = _first_difference(reduction, changes, failure)
-    raise PruneError(
+    place, where = _first_difference(reduction, changes, failure)
+    refusal = PruneError(
         f"the pruned network does not compute what the masked one does: {where}; nothing was changed. "
-        "If its code holds sizes of its own, say how they follow (spalier.resizes), or keep the part whole "
-        "(trace(..., freeze=...))"
-    ) from failure
+        "If its code holds sizes of its own, say how they follow (spalier.resizes), or keep the part whole"
+    )
+    refusal.place = place
+    raise refusal from failure
 
 
 # comparing
@@ -132,15 +133,15 @@ def _is_close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
     return torch.allclose(found.to(wanted), wanted, rtol=0, atol=tolerance * largest, equal_nan=True)
 
 
-def _first_difference(reduction: Reduction, changes: Changes, failure: Exception | None) -> str:
-    """Where the pruned network and the masked one part; takes the changes back on the way."""
+def _first_difference(reduction: Reduction, changes: Changes, failure: Exception | None) -> tuple[str, str]:
+    """The module where the pruned network and the masked one part, and how; takes the changes back on the way."""
     net, captured = reduction.net, reduction.structure.captured
     assert captured is not None
     outputs, running = _leaf_outputs(net, captured.example)
     kinds = {path: type(module).__name__ for path, module in net.named_modules()}
     if failure is not None:
         place = running[-1] if running else ""
-        return f"{place or 'the network itself'} ({kinds[place]}) fails with {first_line(failure)!r}"
+        return place, f"{place or 'the network itself'} ({kinds[place]}) fails with {first_line(failure)!r}"
     changes.undo_()  # the masked network runs on the values from before
     # the last operation of a module is what it returns
     last = {module_of(n): n for n in captured.program.graph.nodes if n.op == "call_function"}
@@ -150,8 +151,8 @@ def _first_difference(reduction: Reduction, changes: Changes, failure: Exception
     for node, value in masked.seen.items():
         place = ends[node]
         if not _is_close(outputs[place], _left_of(captured, node, value, reduction), tolerance(captured)):
-            return f"{place} ({kinds[place]}) is the first to differ"
-    return "its output differs, though no module of it does"
+            return place, f"{place} ({kinds[place]}) is the first to differ"
+    return "", "its output differs, though no module of it does"
 
 
 def _leaf_outputs(net: nn.Module, example: Any) -> tuple[dict[str, Tensor], list[str]]:

@@ -13,6 +13,7 @@ operation without a rule freezes all that it touches, so the walk may find less 
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,13 +35,16 @@ from spalier.text import first_line
 
 # capturing
 
+CAPTURING = threading.RLock()
+"""Held while a network is captured or tried: `torch.export` keeps its state in globals, so one thread at a time."""
+
 
 def capture(net: nn.Module, example: Any) -> ExportedProgram:
     """The graph of one forward in eval mode; the network is left as it was."""
     if is_uninitialised(net):
         raise TraceError("the network has a lazy layer without a shape yet; run one batch through it first")
     args, kwargs = arguments(on_device_of(net, example))
-    with as_base(net), torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(), quiet():
+    with CAPTURING, as_base(net), torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(), quiet():
         warnings.simplefilter("ignore")  # of PyTorch's own, about its own code
         try:
             return torch.export.export(net, args, kwargs, strict=False)

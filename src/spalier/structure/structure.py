@@ -84,6 +84,8 @@ class Structure:
     """What the network computes on the example."""
     folds: tuple[tuple[str, str], ...] = ()
     """Layers, and the batch norms that alone take their outputs: one can be folded into the other."""
+    untried: str = ""
+    """Why the network's own code could not be tried with fewer channels; empty where it was."""
     captured: Captured | None = field(default=None, repr=False)
     """The graph, to compare with; None where the structure was loaded and nothing had to be compared yet."""
     example: Any = field(default=None, repr=False)
@@ -142,6 +144,7 @@ class Structure:
             "shapes": {name: list(shape) for name, shape in sorted(self.shapes.items())},
             "ties": {name: first for name, first in sorted(self.names.items()) if name != first},
             "parameters": sorted(self.parameters),
+            "untried": self.untried,
             **{key: _coded(getattr(self, key)) for key in _LISTS},
         }
 
@@ -151,6 +154,11 @@ class Structure:
         frozen = [[f"{f.tensor}[{f.axis}]", f"{f.count:,} of {f.size:,}", f.reason] for f in self.frozen]
         if frozen:
             text += "\n\n" + table(["frozen", "indices", "why"], frozen)
+        if self.untried:
+            text += (
+                f"\n\nnot tried with fewer channels, as it does not run without values: {self.untried}\n"
+                "prune_ may refuse some of these units, and says then what to freeze"
+            )
         return f"{text}\n{self.units:,} units in {len(self.streams)} streams; {self.prunable:.1%} of the weights can go"
 
 
@@ -278,7 +286,7 @@ def _freeze_chosen(walk: Walk, net: nn.Module, freeze: Freeze, inputs: Mapping[s
 
 # what a network is known by
 
-VERSION = 1
+VERSION = 2
 """Rises whenever the same network would be given another structure."""
 
 
@@ -326,7 +334,7 @@ def _code(kind: type) -> bytes:
 
 # plain data
 
-FORMAT = 4
+FORMAT = 5
 _LISTS = ("streams", "frozen", "writers", "extents", "sites", "costs", "folds")
 
 
@@ -350,6 +358,7 @@ def from_dict(data: Mapping[str, Any]) -> Structure:
         shapes=shapes,
         names={name: data["ties"].get(name, name) for name in shapes},
         parameters=frozenset(data["parameters"]),
+        untried=str(data["untried"]),
         streams=tuple(
             Stream(name, size, tuple(Member(t, axis, role, _units(u)) for t, axis, role, u in members))
             for name, size, members in data["streams"]
