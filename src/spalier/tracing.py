@@ -287,8 +287,8 @@ class _Shapes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func in _VIEWS and self.running[-1] not in self.skipped:
             self.views.append((self.running[-1], tuple(out.shape)))
-        if torch.Tag.pointwise in func.tags:
-            name = func.overloadpacket.__name__.rstrip("_")
+        name = func.overloadpacket.__name__.rstrip("_")
+        if torch.Tag.pointwise in func.tags or name == "full":
             self.numbers += [(self.running[-1], name, number) for number in _numbers(args)]
         return out
 

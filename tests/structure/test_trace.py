@@ -97,6 +97,50 @@ def test_a_fixed_number_of_groups_is_frozen():
     assert structure.streams
 
 
+@pytest.mark.parametrize("name", ["transposed_weights", "zeros", "largest", "lengths", "sampled", "pool_and_unpool"])
+def test_operations_that_leave_channels_apart_freeze_nothing(name):
+    entry = zoo.by_name(f"made/{name}")
+    structure = sp.trace(entry.make(), entry.example())
+    # what is left are colours, classes, and the numbers that say where to sample
+    ends = {("stem.0.weight", 1), ("down.0.weight", 1)}
+    inner = [f for f in structure.frozen if (f.tensor, f.axis) not in ends and f.reason != "an output of the network"]
+    assert [f for f in inner if not f.tensor.startswith("where.")] == []
+
+
+class ZerosRead(nn.Module):
+    """Channels that nothing writes, as many as the code says."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 6), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.two(torch.cat([self.one(x), x.new_zeros(len(x), 2)], 1))
+
+
+def test_zeros_that_nothing_writes_stay():
+    structure = sp.trace(ZerosRead(), torch.randn(1, 4))
+    assert streams(structure) == {"one": 6}
+    assert ("two.weight", 1, 2) in {(f.tensor, f.axis, f.count) for f in structure.frozen}
+
+
+class ZerosOfAConstant(nn.Module):
+    """The code has the number of channels as a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.two(self.one(x) + torch.zeros(len(x), 6))
+
+
+def test_zeros_of_a_constant_size_freeze_what_they_meet():
+    structure = sp.trace(ZerosOfAConstant(), torch.randn(2, 4))
+    assert structure.streams == ()
+    assert any("does not follow" in f.reason for f in structure.frozen)
+
+
 class Unknown(nn.Module):
     """An operation without a rule in the middle."""
 

@@ -383,6 +383,14 @@ class Walk:
             self.freeze(left + right)
         return more
 
+    def any_labels(self, shape: tuple[int, ...], axes: Iterable[int]) -> Fields:
+        """Labels for axes along which all entries are alike: they are those of what the axes meet.
+
+        The graph has their sizes as numbers. Whether the code takes these from the tensor that they meet, the dry run
+        shows.
+        """
+        return {axis: [self.labels.new(shape[axis])] for axis in axes if shape[axis] > 1}
+
     def split(self, fields: list[Ints], sizes: tuple[int, ...], *, is_view: bool = False) -> list[list[Ints]]:
         """Each field seen as an array of these sizes: the fields of each of its axes."""
         parts: list[list[Ints]] = [[] for _ in sizes]
@@ -477,6 +485,14 @@ def sources(values: Sequence[Value]) -> frozenset[str] | None:
 def shape_of(node: Any) -> tuple[int, ...]:
     """The shape of a tensor in the graph; -1 for an axis whose size depends on values."""
     return tuple(n if isinstance(n, int) else -1 for n in node.meta["val"].shape)
+
+
+def named(node: Node, name: str) -> Any:
+    """An argument of an operation by its name, wherever it stands; None if it is not given and has no default."""
+    for index, each in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if each.name == name:
+            return argument(node, index, name, each.default_value)
+    return None
 
 
 def argument(node: Node, index: int, name: str = "", default: Any = None) -> Any:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from spalier.structure.graph import Result, Value, Walk, argument, operation, rule, shape_of, sources, unknown
+from spalier.structure.graph import Result, Value, Walk, argument, named, operation, rule, shape_of, sources, unknown
 from spalier.structure.labels import NONE, Ints
 
 
@@ -61,21 +61,34 @@ def _new_place(old: tuple[int, ...], axis: int, new: tuple[int, ...]) -> int | N
     return None
 
 
-@rule("permute transpose mT t swapaxes movedim flip repeat repeat_interleave expand expand_as")
+@rule(
+    "permute transpose mT t numpy_T mH matrix_H adjoint swapaxes swapdims movedim moveaxis flip repeat tile "
+    "repeat_interleave"
+)
 def run_itself(walk: Walk, node: Node) -> Result:
     """Whatever the operation does, it does the same to labels."""
     function: Any = node.target
 
     def move(field: Tensor) -> Tensor:
-        moved: Tensor = function(field, *(_stand_in(a) for a in node.args[1:]), **node.kwargs)
+        moved: Tensor = function(field, *node.args[1:], **node.kwargs)
         return moved
 
     return walk.moved(walk.value(node.args[0]), move, shape_of(node))
 
 
-def _stand_in(argument: Any) -> Any:
-    """A tensor argument that only gives its shape."""
-    return torch.empty(shape_of(argument), device="meta") if isinstance(argument, Node) else argument
+@rule("expand expand_as broadcast_to")
+def expand(walk: Walk, node: Node) -> Result:
+    """The same entry at each index of an axis: any of them may go, with those of the tensor that it is made to fit."""
+    value, shape = walk.value(node.args[0]), shape_of(node)
+    out = walk.moved(value, lambda field: field.expand(shape), shape)
+    sizes = (1,) * (len(shape) - len(value.shape)) + value.shape
+    widened = [axis for axis, size in enumerate(shape) if size != sizes[axis]]
+    if operation(node) == "expand_as":
+        like = walk.value(node.args[1])
+        out.fields.update({axis: like.on(axis) for axis in widened if like.on(axis)})
+    elif not value.fields:  # what it will fit is not known yet. What has labels is repeated by a number: grouped queries
+        out.fields.update(walk.any_labels(shape, widened))
+    return out
 
 
 @rule("channel_shuffle")
@@ -225,6 +238,24 @@ def index(walk: Walk, node: Node) -> Result:
     shift = len(shape) - len(value.shape)
     fields = {a + (shift if a > indexed[-1] else 0): f for a, f in value.fields.items() if a not in indexed}
     return Value(shape, fields, sources(walk.operands(node)))
+
+
+@rule("gather take_along_dim")
+def gather(walk: Walk, node: Node) -> Result:
+    """Entries are picked along one axis, which must stay; along the others each index has its own."""
+    value, dim = walk.value(node.args[0]), named(node, "dim")
+    places = walk.value(named(node, "index") or named(node, "indices"))
+    if dim is None or len(places.shape) != len(value.shape):
+        return unknown(walk, node)
+    walk.freeze_all(value, (dim,))
+    walk.freeze_all(places, (dim,))
+    fields = {}
+    for axis in set(range(len(value.shape))) - {dim % len(value.shape)}:
+        if value.shape[axis] != places.shape[axis]:  # the first ones of more, or one for all
+            walk.freeze(value.on(axis) + places.on(axis))
+        elif value.on(axis) or places.on(axis):
+            fields[axis] = walk.meet([value.on(axis), places.on(axis)])
+    return Value(shape_of(node), fields, sources([value, places]))
 
 
 @rule("index_select")

@@ -235,6 +235,8 @@ def assemble(walk: Walk) -> Assembly:
             refused["its channels go together or not at all"].append(atoms)
         elif not any(member.role == "reader" for member in members):
             refused["no layer reads it"].append(atoms)
+        elif all(member.role == "reader" for member in members):  # zeros that are read
+            refused["no layer writes it"].append(atoms)
         else:
             stream_of[atoms], unit_of[atoms] = len(streams), np.arange(len(atoms))
             streams.append(Stream(_name(members, names), len(atoms), tuple(members)))
