@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -106,6 +108,37 @@ class Parametrised(nn.Module):
         return self.head(F.relu(self.two(F.relu(self.one(x)).mean((2, 3)))))
 
 
+class WeightNormed(nn.Module):
+    """A length for each output, for each tap of a grouped convolution, for each input, and one for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.utils.parametrizations.weight_norm
+        self.one, self.two = nn.Conv2d(3, 8, 3, padding=1), norm(nn.Conv2d(8, 12, 3, padding=1))
+        self.position = norm(nn.Conv1d(12, 12, 3, padding=1, groups=3), dim=2)
+        self.three, self.head = norm(nn.Linear(12, 10), dim=1), norm(nn.Linear(10, 5), dim=None)
+
+    def forward(self, x):
+        x = F.relu(self.two(F.relu(self.one(x)))).flatten(2)
+        x = (x + F.gelu(self.position(x))).mean(2)
+        return self.head(F.relu(self.three(x)))
+
+
+class HookedWeights(nn.Module):
+    """Weights that hooks compute, as before there were parametrizations; other layers are free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PyTorch's own, of old-style norms
+            self.three = nn.utils.weight_norm(nn.Conv2d(10, 6, 3))
+        self.one, self.two, self.four = conv(3, 8), conv(8, 10), nn.utils.spectral_norm(nn.Linear(6, 6))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.head(F.relu(self.four(F.relu(self.three(self.two(self.one(x)))).mean((2, 3)))))
+
+
 class Norms(nn.Module):
     """Every norm over channels in a row; group norms keep groups of equal size."""
 
@@ -189,6 +222,8 @@ def entries() -> list[Entry]:
         PoolAndUnpool,
         SharedNorm,
         Parametrised,
+        WeightNormed,
+        HookedWeights,
         Norms,
         BareNorms,
         Resized,

@@ -347,6 +347,11 @@ def _statistic(node: Node, args: Any, left: Tensor) -> Tensor:
         function: Any = node.target
         length: Tensor = function(x * left, *args[1:], **node.kwargs)
         return length
+    if name == "_weight_norm":
+        own = int(args[2]) if len(args) > 2 else 0
+        axes = [axis for axis in range(x.dim()) if own == -1 or axis != own]
+        length = torch.linalg.vector_norm(x * left, dim=axes, keepdim=True)
+        return x * args[1] / torch.where(length > 0, length, 1)  # what is gone has none
     if name in ("layer_norm", "rms_norm"):
         is_centred = name == "layer_norm"
         default = 1e-5 if is_centred else torch.finfo(x.dtype).eps

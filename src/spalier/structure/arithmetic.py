@@ -316,9 +316,18 @@ def group_norm(walk: Walk, node: Node) -> Result:
     return Value(out.shape, {0: value.on(0), 1: fields}, out.sources)
 
 
+@rule("_weight_norm")
+def weight_norm(walk: Walk, node: Node) -> Result:
+    """A direction and a length for each index of one axis, or of none; the direction's own is that of what is left."""
+    value, length = walk.value(node.args[0]), walk.value(node.args[1])
+    own = int(argument(node, 2, "dim", 0)) % len(value.shape) if argument(node, 2, "dim", 0) != -1 else None
+    walk.note_statistic(node, {a: value.on(a) for a in range(len(value.shape)) if a != own})
+    return broadcast(walk, [value, length], value.shape)
+
+
 @rule(
-    "mean sum nansum nanmean amax amin max min aminmax std var std_mean var_mean median nanmedian mode kthvalue all any "
-    "linalg_vector_norm norm frobenius_norm argmax argmin logsumexp prod count_nonzero"
+    "mean sum nansum nanmean amax amin max min aminmax std var std_mean var_mean median nanmedian mode kthvalue all "
+    "any linalg_vector_norm norm frobenius_norm argmax argmin logsumexp prod count_nonzero"
 )
 def reduction(walk: Walk, node: Node) -> Result:
     """A labelled axis that is reduced must stay, but for norms that are written by hand."""

@@ -86,7 +86,7 @@ def expand(walk: Walk, node: Node) -> Result:
     if operation(node) == "expand_as":
         like = walk.value(node.args[1])
         out.fields.update({axis: like.on(axis) for axis in widened if like.on(axis)})
-    elif not value.fields:  # what it will fit is not known yet. What has labels is repeated by a number: grouped queries
+    elif not value.fields:  # what has labels is repeated by a fixed number: keys for grouped queries
         out.fields.update(walk.any_labels(shape, widened))
     return out
 

@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_flatten
 
 from spalier.adapters.attachment import attachment_of, is_marked
-from spalier.adapters.geometry import Added, first_names, tensors_of
+from spalier.adapters.geometry import Added, first_names, tensors_of, has_weight_hook
 from spalier.adapters.targets import Names, select_named
 from spalier.errors import ConfigError, TraceError
 from spalier.files import write
@@ -186,6 +186,7 @@ def find(net: nn.Module, example: Any, freeze: Freeze = None) -> Structure:
     walk = Walk()
     inputs = _inputs(walk, program, tensors, names)
     _freeze_chosen(walk, net, freeze, inputs)
+    _freeze_computed(walk, net, inputs)
     walk.run(program.graph_module, inputs)
     captured = Captured(program, example, walk, assemble(walk))
     parameters = {names[name] for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
@@ -274,6 +275,14 @@ def _freeze_chosen(walk: Walk, net: nn.Module, freeze: Freeze, inputs: Mapping[s
     for value in inputs.values():
         if any(source.rpartition(".")[0] in owners for source in value.sources or ()):
             walk.freeze_all(value, reason="as asked")
+
+
+def _freeze_computed(walk: Walk, net: nn.Module, inputs: Mapping[str, Value]) -> None:
+    """Weights that a hook computes before each call would have other sizes in between."""
+    hooked = {path for path, module in net.named_modules() if has_weight_hook(module)}
+    for value in inputs.values():
+        for path in hooked.intersection(source.rpartition(".")[0] for source in value.sources or ()):
+            walk.freeze_all(value, reason=f"a hook computes the weight of {path}; use torch.nn.utils.parametrizations")
 
 
 # what a network is known by
