@@ -11,7 +11,7 @@ from support import assert_unchanged, snapshot, tiny_cnn
 from torch import nn
 
 import spalier as sp
-from spalier.errors import ExampleError, TargetError, TraceError
+from spalier.errors import ExampleError, PlanError, TargetError, TraceError
 from spalier.structure.structure import Cache, from_dict
 
 IMAGE = torch.randn(2, 3, 8, 8)
@@ -105,6 +105,19 @@ def test_operations_that_leave_channels_apart_freeze_nothing(name):
     ends = {("stem.0.weight", 1), ("down.0.weight", 1)}
     inner = [f for f in structure.frozen if (f.tensor, f.axis) not in ends and f.reason != "an output of the network"]
     assert [f for f in inner if not f.tensor.startswith("where.")] == []
+
+
+def test_a_standardised_layer_keeps_two_inputs():
+    entry = zoo.by_name("made/standardised")
+    net = entry.make()
+    structure = sp.trace(net, entry.example())
+    assert {stream.name: stream.least for stream in structure.streams} == {"stem.0": 2, "one": 1, "two": 1}
+    with pytest.raises(PlanError, match=r"1 unit of 'stem.0'; at least 2"):
+        sp.prune_(net, sp.Plan(structure, {"stem.0": [3]}))
+    scores = sp.score(net, criterion="weight", structure=structure)
+    least = sp.select(net, scores, structure=structure, channels=0.2)
+    assert {name: len(units) for name, units in least.keep.items()}["stem.0"] == 2
+    sp.prune_(net, least)
 
 
 class ZerosRead(nn.Module):

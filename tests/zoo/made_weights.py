@@ -82,6 +82,27 @@ class PoolAndUnpool(nn.Module):
         return self.head(F.max_unpool2d(self.inner(x), places, 2))
 
 
+class StandardisedConv(nn.Conv2d):
+    """Its weight has mean zero and one spread for each output, over its inputs."""
+
+    def forward(self, x):
+        rows = self.weight.reshape(1, self.out_channels, -1)
+        weight = F.batch_norm(rows, None, None, training=True, momentum=0.0, eps=1e-6).reshape_as(self.weight)
+        return F.conv2d(x, weight, self.bias)
+
+
+class Standardised(nn.Module):
+    """A layer of one tap that is left with one input would have no spread to divide by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.one, self.two = conv(3, 8), StandardisedConv(8, 10, 1), StandardisedConv(10, 6, 3)
+        self.head = Head(6)
+
+    def forward(self, x):
+        return self.head(self.two(self.one(self.stem(x)).relu()).relu())
+
+
 class SharedNorm(nn.Module):
     """Two convolutions are followed by the same norm, and thereby tied."""
 
@@ -221,6 +242,7 @@ def entries() -> list[Entry]:
         Fourier,
         PoolAndUnpool,
         SharedNorm,
+        Standardised,
         Parametrised,
         WeightNormed,
         HookedWeights,

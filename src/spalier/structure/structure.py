@@ -335,7 +335,7 @@ def _code(kind: type) -> bytes:
 
 # plain data
 
-FORMAT = 4
+FORMAT = 5
 _LISTS = ("streams", "frozen", "writers", "extents", "sites", "costs", "folds")
 
 
@@ -360,8 +360,8 @@ def from_dict(data: Mapping[str, Any]) -> Structure:
         names={name: data["ties"].get(name, name) for name in shapes},
         parameters=frozenset(data["parameters"]),
         streams=tuple(
-            Stream(name, size, tuple(Member(t, axis, role, _units(u)) for t, axis, role, u in members))
-            for name, size, members in data["streams"]
+            Stream(name, size, tuple(Member(t, axis, role, _units(u)) for t, axis, role, u in members), least)
+            for name, size, members, least in data["streams"]
         ),
         frozen=tuple(Frozen(*entry) for entry in data["frozen"]),
         writers=tuple(
