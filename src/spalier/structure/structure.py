@@ -221,7 +221,7 @@ def _read(net: nn.Module, structure: Structure, captured: Captured) -> Structure
         extents=tuple(extents_of(walk, assembly)),
         sites=tuple(search.sites()),
         costs=tuple(costs_of(walk.terms, assembly)),
-        folds=tuple(find_folds(program, structure.names)),
+        folds=tuple(find_folds(net, program, structure.names)),
         captured=captured,
     )
 
