@@ -90,5 +90,19 @@ class Sampled(nn.Module):
         return self.head(taken.unsqueeze(3))
 
 
+class Chosen(nn.Module):
+    """As many pixels as are marked, in a view of them, and a channel of which only the shape is wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mix, self.head = conv(3, 8), nn.Linear(8, 10), nn.Linear(10, 5)
+
+    def forward(self, x):
+        features = self.stem(x).flatten(2).transpose(1, 2)
+        marked = torch.ones(features[:, :, -1].shape).bool()
+        chosen = features[marked, :]
+        return self.head(F.relu(self.mix(chosen.view(features.size(0), -1, features.size(-1))[:, -1, :])))
+
+
 def entries() -> list[Entry]:
-    return pictures(TransposedWeights, Zeros, Largest, Lengths, Sampled)
+    return pictures(TransposedWeights, Zeros, Largest, Lengths, Sampled, Chosen)

@@ -303,11 +303,21 @@ class Walk:
                 self.values[node] = inputs.get(node.name) or _plain(node, None)
             elif node.op == "call_function":
                 self.reason, self.place = source(node), module_of(node)
-                self.values[node] = self._rule_of(node)(self, node)
+                self.values[node] = self._visit(node)
             elif node.op == "output":
                 outputs = list(node.all_input_nodes)
         self._graph = outer
         return outputs
+
+    def _visit(self, node: Node) -> Result:
+        try:
+            return self._rule_of(node)(self, node)
+        except (RuntimeError, TypeError, ValueError):
+            # rules reckon with sizes; those that only a run can tell are none
+            if not any(-1 in value.shape for value in (*self.operands(node), _plain(node, None))):
+                raise
+            self.reason += ": a size depends on values"
+            return unknown(self, node)
 
     def _rule_of(self, node: Node) -> Rule:
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())

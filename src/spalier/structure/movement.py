@@ -50,6 +50,9 @@ def reshape(walk: Walk, node: Node) -> Result:
 
 def _new_place(old: tuple[int, ...], axis: int, new: tuple[int, ...]) -> int | None:
     """Where an axis is after a reshape that leaves it whole."""
+    if -1 in old[:axis]:  # how many entries are in front of it depends on values: those behind it will do
+        place = _new_place(old[::-1], len(old) - 1 - axis, new[::-1]) if -1 not in old[axis:] else None
+        return None if place is None else len(new) - 1 - place
     # entries are in the same order, so it is the axis of its size with as many entries in front of it
     before = math.prod(old[:axis])
     for place, size in enumerate(new):
@@ -197,6 +200,8 @@ def _part(walk: Walk, fields: list[Ints], size: int, taken: int, start: int, ste
 @rule("select")
 def select(walk: Walk, node: Node) -> Result:
     """Picked by its number, so all must stay."""
+    if not node.users:  # the code asks for its shape alone
+        return walk.plain(node)
     value = walk.value(node.args[0])
     return _without(walk, value, argument(node, 1, "dim", 0), shape_of(node))
 
@@ -227,7 +232,12 @@ def getitem(walk: Walk, node: Node) -> Result:
 def index(walk: Walk, node: Node) -> Result:
     """Axes that are indexed by tensors must stay; the others go on where the indexed axes are neighbours."""
     value, indices = walk.value(node.args[0]), list(argument(node, 1))
-    indexed = [axis for axis, each in enumerate(indices) if each is not None]
+    indexed, axis = [], 0
+    for each in indices:
+        # a mask stands for as many axes as it has itself
+        taken = each.meta["val"].dim() if each is not None and each.meta["val"].dtype == torch.bool else 1
+        indexed += range(axis, axis + taken) if each is not None else ()
+        axis += taken
     for each in node.all_input_nodes[1:]:
         walk.freeze_all(walk.value(each))
     if indexed != list(range(indexed[0], indexed[-1] + 1)):  # then PyTorch puts the result's new axes first
