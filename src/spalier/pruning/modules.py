@@ -195,6 +195,8 @@ _BY_TENSORS = (
 
 @resizes(nn.MultiheadAttention)
 def _attention(module: Any, resize: Resize) -> dict[str, Any]:
+    if resize.base.get("head_dim", module.head_dim) == 1:  # a view as heads of one entry tells nothing
+        return attention_with(module, module.out_proj.weight.shape[1])
     return attention_with(module, resize.heads(resize.base.get("num_heads", module.num_heads)))
 
 

@@ -99,7 +99,8 @@ def contract(
         sides = [value.on(axis) for value, axis in on if value.shape[axis] > 1]
         met[letter] = walk.meet(sides) if any(sides) else []
         _note_roles(walk, operands, letter, is_kept=letter in out)
-    if counted:
+    shared = [x for x in met if x not in out and sum(x in axes for _, axes in operands) > 1]
+    if counted and shared:  # else it is a product entry by entry, and nothing is accumulated
         _note_cost(walk, operands, met)
     fields = {axis: met[letter] for axis, letter in enumerate(out) if met.get(letter)}
     return Value(shape, fields, sources([value for value, _ in operands]))
@@ -198,21 +199,22 @@ def convolution(walk: Walk, node: Node) -> Result:
     walk.freeze_all(weight, range(2, len(weight.shape)), TAPS)
     # counted below, with the pixels that this contraction knows nothing of
     made = _grouped(walk, value, channel, weight, groups, transposed, shape[channel])
+    batch = {axis: fields for axis, fields in value.fields.items() if axis < channel and fields}
     pixels = value.shape if transposed else shape
-    _note_convolution(walk, weight, math.prod(pixels[:channel]) * math.prod(pixels[channel + 1 :]))
-    batch = {axis: fields for axis, fields in value.fields.items() if axis < channel}
+    plain = math.prod(n for axis, n in enumerate(pixels) if axis != channel and axis not in batch)
+    _note_convolution(walk, weight, plain, list(batch.values()))
     out = Value(shape, {**batch, channel: made.on(0)}, made.sources)
     return _with_channel_parameters(walk, out, walk.given(argument(node, 2, "bias")), channel)
 
 
-def _note_convolution(walk: Walk, weight: Value, pixels: int) -> None:
-    """Every entry of the kernel is used once for each pixel."""
+def _note_convolution(walk: Walk, weight: Value, pixels: int, batch: list[list[Ints]]) -> None:
+    """Every entry of the kernel is used once for each pixel; the batch may be one of heads."""
     times = pixels * math.prod(weight.shape[2:])
     if walk.owner(weight):
-        walk.note_cost(times, walk.owner(weight), (0, 1), [])
+        walk.note_cost(times, walk.owner(weight), (0, 1), batch)
     else:
         plain = math.prod(n for axis, n in enumerate(weight.shape[:2]) if not weight.on(axis))
-        walk.note_cost(times * plain, "", (), [weight.on(axis) for axis in (0, 1) if weight.on(axis)])
+        walk.note_cost(times * plain, "", (), [*batch, *(weight.on(axis) for axis in (0, 1) if weight.on(axis))])
 
 
 def _grouped(
