@@ -158,7 +158,7 @@ def _computed(
         calls: list[tuple[int, int]] = [(0, 0)]
 
         def total() -> int:
-            return counter.get_total_flops() + 2 * narrow.macs
+            return int(counter.get_total_flops()) + 2 * narrow.macs
 
         def enter(module: nn.Module, _: Any) -> None:
             calls.append((total(), 0))

@@ -97,7 +97,9 @@ def test_a_fixed_number_of_groups_is_frozen():
     assert structure.streams
 
 
-@pytest.mark.parametrize("name", ["transposed_weights", "zeros", "largest", "lengths", "sampled", "chosen", "pool_and_unpool"])
+@pytest.mark.parametrize(
+    "name", ["transposed_weights", "zeros", "largest", "lengths", "sampled", "chosen", "pool_and_unpool"]
+)
 def test_operations_that_leave_channels_apart_freeze_nothing(name):
     entry = zoo.by_name(f"made/{name}")
     structure = sp.trace(entry.make(), entry.example())

@@ -85,19 +85,19 @@ def select_adaptable(
     else:
         chosen = _under_each(names, patterns_of("targets", targets), excluded)
     found: dict[nn.Module, dict[str, Geometry]] = {}
-    refused: dict[nn.Module, UnsupportedLayerError] = {}
+    refused: dict[nn.Module, str] = {}
     for module in chosen:
         if module not in excluded:
             try:
                 found[module] = geometries(module)
             except UnsupportedLayerError as error:
-                refused[module] = error
+                refused[module] = str(error)
     found = {module: weights for module, weights in found.items() if weights}
     if refused and (targets is not None or not found):
-        module, error = next(iter(refused.items()))
-        raise UnsupportedLayerError(f"{names.first(module)} ({type(module).__name__}) cannot be adapted: {error}")
+        module, why = next(iter(refused.items()))
+        raise UnsupportedLayerError(f"{names.first(module)} ({type(module).__name__}) cannot be adapted: {why}")
     # the table says what was found, in a few words
-    return found, {module: re.split("[,;]", str(error))[0] for module, error in refused.items()}
+    return found, {module: re.split("[,;]", why)[0] for module, why in refused.items()}
 
 
 def _under_each(names: Names, patterns: list[str], excluded: set[nn.Module]) -> list[nn.Module]:

@@ -272,8 +272,8 @@ def kept_after(plan: Plan, kept: Kept) -> Kept:
     for stream, mask in zip(plan.structure.streams, left.streams, strict=True):
         if mask.sum() < stream.least:
             raise PlanError(
-                f"the plan leaves {int(mask.sum())} unit of {stream.name!r}; at least {stream.least} have to stay, as a "
-                "layer that reads it standardises its weights over its inputs"
+                f"the plan leaves {int(mask.sum())} unit of {stream.name!r}; at least {stream.least} have to stay, as "
+                "a layer that reads it standardises its weights over its inputs"
             )
     for name, mask in left.writers.items():
         if not mask.any():

@@ -339,7 +339,8 @@ def _anything(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _statistic(node: Node, args: Any, left: Tensor) -> Tensor:
     """A norm whose statistics count what is left alone."""
-    name, x = operation(node), args[0]
+    name = operation(node)
+    x: Tensor = args[0]
     if name == "mean":
         keepdim = bool(args[2]) if len(args) > 2 else bool(node.kwargs.get("keepdim", False))
         return _mean(x, left, args[1], keepdim)
@@ -351,7 +352,8 @@ def _statistic(node: Node, args: Any, left: Tensor) -> Tensor:
         own = int(args[2]) if len(args) > 2 else 0
         axes = [axis for axis in range(x.dim()) if own == -1 or axis != own]
         length = torch.linalg.vector_norm(x * left, dim=axes, keepdim=True)
-        return x * args[1] / torch.where(length > 0, length, 1)  # what is gone has none
+        direction: Tensor = x / torch.where(length > 0, length, 1)  # what is gone has none
+        return direction * args[1]
     if name in ("layer_norm", "rms_norm"):
         is_centred = name == "layer_norm"
         default = 1e-5 if is_centred else torch.finfo(x.dtype).eps

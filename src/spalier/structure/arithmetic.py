@@ -322,7 +322,7 @@ def group_norm(walk: Walk, node: Node) -> Result:
 def weight_norm(walk: Walk, node: Node) -> Result:
     """A direction and a length for each index of one axis, or of none; the direction's own is that of what is left."""
     value, length = walk.value(node.args[0]), walk.value(node.args[1])
-    own = int(argument(node, 2, "dim", 0)) % len(value.shape) if argument(node, 2, "dim", 0) != -1 else None
+    own = named(node, "dim")  # -1 for one length of all
     walk.note_statistic(node, {a: value.on(a) for a in range(len(value.shape)) if a != own})
     return broadcast(walk, [value, length], value.shape)
 
@@ -374,9 +374,7 @@ def _is_mean_square(node: Node) -> bool:
     return is_square and any(operation(user) == "rsqrt" for user in users)
 
 
-@rule(
-    "softmax log_softmax cumsum _softmax _log_softmax cumprod logcumsumexp cummax cummin sort argsort topk"
-)
+@rule("softmax log_softmax cumsum _softmax _log_softmax cumprod logcumsumexp cummax cummin sort argsort topk")
 def along(walk: Walk, node: Node) -> Result:
     """Each entry depends on all others of the axis, so these must stay."""
     value, axis = walk.value(node.args[0]), int(named(node, "dim"))

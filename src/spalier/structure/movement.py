@@ -232,7 +232,8 @@ def getitem(walk: Walk, node: Node) -> Result:
 def index(walk: Walk, node: Node) -> Result:
     """Axes that are indexed by tensors must stay; the others go on where the indexed axes are neighbours."""
     value, indices = walk.value(node.args[0]), list(argument(node, 1))
-    indexed, axis = [], 0
+    indexed: list[int] = []
+    axis = 0
     for each in indices:
         # a mask stands for as many axes as it has itself
         taken = each.meta["val"].dim() if each is not None and each.meta["val"].dtype == torch.bool else 1
@@ -240,7 +241,9 @@ def index(walk: Walk, node: Node) -> Result:
         axis += taken
     for each in node.all_input_nodes[1:]:
         walk.freeze_all(walk.value(each))
-    if indexed != list(range(indexed[0], indexed[-1] + 1)):  # then PyTorch puts the result's new axes first
+    if not indexed or indexed != list(
+        range(indexed[0], indexed[-1] + 1)
+    ):  # then PyTorch puts the result's new axes first
         return unknown(walk, node)
     walk.freeze_all(value, indexed)
     shape = shape_of(node)

@@ -240,7 +240,6 @@ class GraphSearch:
             node = _norm_or_end(node)
         return found
 
-
     def _end_of_module(self, node: Node) -> Node | None:
         """What the module of a node returns, if that is the node's, and zero where it is: a gather can sit behind."""
         path = module_of(node)

@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_flatten
 
 from spalier.adapters.attachment import attachment_of, is_marked
-from spalier.adapters.geometry import Added, first_names, tensors_of, has_weight_hook
+from spalier.adapters.geometry import Added, first_names, has_weight_hook, tensors_of
 from spalier.adapters.targets import Names, select_named
 from spalier.errors import ConfigError, TraceError
 from spalier.files import write
