@@ -153,12 +153,13 @@ def _computed(
     macs: dict[nn.Module, int] = {}
     normed: dict[nn.Module, int] = {}
     counter = FlopCounterMode(display=False, custom_mapping=_formulas())
-    with _countable(net), _Narrow() as narrow, counter:
+    narrow = _Narrow()
+    with _countable(net), narrow, counter:
         # of each open call: the operations before it, and those that its inner calls have booked
         calls: list[tuple[int, int]] = [(0, 0)]
 
         def total() -> int:
-            return int(counter.get_total_flops()) + 2 * narrow.macs
+            return counter.get_total_flops() + 2 * narrow.macs
 
         def enter(module: nn.Module, _: Any) -> None:
             calls.append((total(), 0))

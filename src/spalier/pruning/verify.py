@@ -352,8 +352,8 @@ def _statistic(node: Node, args: Any, left: Tensor) -> Tensor:
         own = int(args[2]) if len(args) > 2 else 0
         axes = [axis for axis in range(x.dim()) if own == -1 or axis != own]
         length = torch.linalg.vector_norm(x * left, dim=axes, keepdim=True)
-        direction: Tensor = x / torch.where(length > 0, length, 1)  # what is gone has none
-        return direction * args[1]
+        weight: Tensor = x / torch.where(length > 0, length, 1) * args[1]  # what is gone has none
+        return weight
     if name in ("layer_norm", "rms_norm"):
         is_centred = name == "layer_norm"
         default = 1e-5 if is_centred else torch.finfo(x.dtype).eps
