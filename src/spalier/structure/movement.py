@@ -241,9 +241,7 @@ def index(walk: Walk, node: Node) -> Result:
         axis += taken
     for each in node.all_input_nodes[1:]:
         walk.freeze_all(walk.value(each))
-    if not indexed or indexed != list(
-        range(indexed[0], indexed[-1] + 1)
-    ):  # then PyTorch puts the result's new axes first
+    if not indexed or indexed[-1] - indexed[0] >= len(indexed):  # then PyTorch puts the result's new axes first
         return unknown(walk, node)
     walk.freeze_all(value, indexed)
     shape = shape_of(node)
