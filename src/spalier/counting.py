@@ -6,6 +6,7 @@ that computes it. An adapted network counts as its fused one: its base's shapes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from spalier.adapters.forward import updates
 from spalier.errors import ExampleError
@@ -150,16 +152,21 @@ def _computed(
 
     macs: dict[nn.Module, int] = {}
     normed: dict[nn.Module, int] = {}
-    with _countable(net), FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
+    counter = FlopCounterMode(display=False, custom_mapping=_formulas())
+    narrow = _Narrow()
+    with _countable(net), narrow, counter:
         # of each open call: the operations before it, and those that its inner calls have booked
         calls: list[tuple[int, int]] = [(0, 0)]
 
+        def total() -> int:
+            return counter.get_total_flops() + 2 * narrow.macs
+
         def enter(module: nn.Module, _: Any) -> None:
-            calls.append((counter.get_total_flops(), 0))
+            calls.append((total(), 0))
 
         def leave(module: nn.Module, _: Any, output: Any) -> None:
             before, inner = calls.pop()
-            spent = counter.get_total_flops() - before
+            spent = total() - before
             macs[module] = macs.get(module, 0) + (spent - inner) // 2  # two operations for each
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 normed[module] = normed.get(module, 0) + output.numel()
@@ -179,6 +186,26 @@ def _computed(
             for hook in hooks:
                 hook.remove()
     return macs, normed
+
+
+class _Narrow(TorchFunctionMode):
+    """Counts products over axes of one entry, as of heads of size 1: `torch.einsum` multiplies there, unseen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.macs = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.einsum and len(args) == 3 and "." not in args[0]:
+            inputs, _, out = args[0].replace(" ", "").partition("->")
+            axes = inputs.split(",")
+            sizes: dict[str, int] = {}
+            for letter, size in zip("".join(axes), (*args[1].shape, *args[2].shape), strict=True):
+                sizes[letter] = max(size, sizes.get(letter, 1))
+            shared = (set(axes[0]) & set(axes[1])) - set(out)
+            if shared and all(sizes[letter] == 1 for letter in shared):
+                self.macs += math.prod(sizes.values())
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

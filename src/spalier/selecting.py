@@ -274,7 +274,7 @@ class _Search:
                         f"the scores of {name!r} are for other units than the network has left: it was pruned since; "
                         "score it again"
                     )
-                made.append(group(name, value, min_keep=least, multiple=multiple))
+                made.append(group(name, value, min_keep=max(least, stream.least), multiple=multiple))
         return made
 
     def plan(self, units: Order, budget: tuple[str, float] | None, rank: float | None, example: Any) -> Plan:

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spalier.adapters.attachment import MARK, Changes, owners_of
+from spalier.adapters.geometry import plain_tensors
 from spalier.errors import TraceError
 from spalier.pruning.modules import Resize, resized
 from spalier.pruning.plan import PRUNED_MARK, Indices, Kept, Reduction, whole
@@ -318,7 +319,7 @@ def _code_of(place: str) -> str:
 
 def _copied(net: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """The same modules with tensors that have shapes alone."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = plain_tensors(net)
     for tensor in (*net.parameters(), *net.buffers()):
         with mode:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

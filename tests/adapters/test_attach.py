@@ -382,7 +382,7 @@ def weight_normed():
         ),
         (lambda: nn.Sequential(nn.Linear(1, 1)), sp.SPLoRA(2, cap=True), {}, TargetError, "no rank pays"),
         (lambda: nn.Sequential(nn.ReLU()), sp.FineTune(), {}, TargetError, "nothing to fine-tune"),
-        (weight_normed, sp.SPLoRA(1), {}, UnsupportedLayerError, "0 .*computed, not a parameter"),
+        (weight_normed, sp.SPLoRA(1), {"targets": "0"}, UnsupportedLayerError, "0 .*computed, not a parameter"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), sp.SPLoRA(1), {}, UnsupportedLayerError, "lazy layer"),
         (lambda: nn.Embedding(3, 3, max_norm=1.0), sp.SPLoRA(1), {}, UnsupportedLayerError, "max_norm"),
     ],
@@ -497,3 +497,16 @@ def test_bad_ranks(rank):
 def test_bad_options(options):
     with pytest.raises(ConfigError, match=f"{next(iter(options))} is"):
         sp.SPLoRA(8, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")  # still in use
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_a_computed_weight_is_left_frozen_and_listed(norm):
+    net = nn.Sequential(norm(nn.Linear(3, 3)), nn.Linear(3, 3))
+    summary = sp.attach_(net, sp.SPLoRA(1))
+    assert {row.name: row.learns for row in summary.rows if row.name in "01"} == {
+        "0": "frozen (its weight is computed)",
+        "1": "adapter",
+    }
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(sp.fuse(net)(x), net(x))

@@ -224,7 +224,7 @@ def test_predictions_come_true(adapter, writers):
 PREDICTED = [
     "torchvision/densenet121", "torchvision/mobilenet_v3_small", "torchvision/vit_b_16", "torchvision/regnet_y_400mf",
     "timm/resnetv2_50x1_bit", "transformers/bert", "transformers/llama", "transformers/gpt2", "made/einsum_attention",
-    "made/parametrised", "made/bilinear",
+    "made/parametrised", "made/bilinear", "made/pooled_heads", "made/heads_of_one", "made/weight_normed",
 ]  # fmt: skip
 
 
@@ -235,6 +235,17 @@ def test_predictions_come_true_in_all_kinds_of_networks(entry):
     scores = sp.score(net, criterion="random", structure=structure)
     for options in ({}, {"writers": "free"}):
         assert_comes_true(net, sp.select(net, scores, channels=0.6, **options), example)
+
+
+def test_predictions_come_true_where_one_unit_is_left():
+    """Products over one entry are no longer matrix products for PyTorch; they cost as much as predicted."""
+    entry = zoo.by_name("made/pooled_heads")
+    net, example = entry.make(), entry.example()
+    structure = sp.trace(net, example)
+    scores = sp.score(net, criterion="random", structure=structure)
+    least = sp.select(net, scores, channels=0.2, ranking="local", structure=structure)
+    assert min(map(len, least.keep.values())) == 1
+    assert_comes_true(net, least, example)
 
 
 # ranks

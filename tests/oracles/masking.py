@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 
 def masked_copy(plain, structure, kept):
@@ -21,6 +22,9 @@ def masked_copy(plain, structure, kept):
         for name, masks in left.items():
             for axis, mask in enumerate(masks) if name in tensors else ():
                 tensors[name].index_fill_(axis, torch.from_numpy(np.flatnonzero(~mask)), 0)
+        for module in net.modules():
+            if isinstance(module, ParametrizationList) and hasattr(module, "original1"):
+                _give_lengths_(module)
     paths = dict(net.named_modules())
     for path in {extent.module for extent in structure.extents if len(extent.sizes) == 1}:
         if isinstance(paths[path], nn.modules.conv._ConvNd):  # a standardised weight
@@ -30,6 +34,12 @@ def masked_copy(plain, structure, kept):
         if is_norm and not mask.all() and not _replace_norm_(paths[path], torch.from_numpy(mask)):
             return None
     return net
+
+
+def _give_lengths_(norm):
+    """What is gone has no length to be divided by; with any other direction it is still zero, by its own length."""
+    (weight_norm,) = norm
+    norm.original1 += torch.norm_except_dim(norm.original1, 2, weight_norm.dim) == 0
 
 
 def what_is_left(structure, kept):

@@ -31,7 +31,6 @@ WHOLE = (
     "made/gru_cell_loop",
     "made/lstm",
     "made/lstm_deep",
-    "made/pool_and_unpool",
     "made/tied_layers",
 )
 

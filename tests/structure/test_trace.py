@@ -11,7 +11,7 @@ from support import assert_unchanged, snapshot, tiny_cnn
 from torch import nn
 
 import spalier as sp
-from spalier.errors import ExampleError, TargetError, TraceError
+from spalier.errors import ExampleError, PlanError, TargetError, TraceError
 from spalier.structure.structure import Cache, from_dict
 
 IMAGE = torch.randn(2, 3, 8, 8)
@@ -95,6 +95,65 @@ def test_a_fixed_number_of_groups_is_frozen():
     structure = sp.trace(entry.make(), entry.example())
     assert any("by a fixed number" in f.reason for f in structure.frozen)
     assert structure.streams
+
+
+@pytest.mark.parametrize(
+    "name", ["transposed_weights", "zeros", "largest", "lengths", "sampled", "chosen", "pool_and_unpool"]
+)
+def test_operations_that_leave_channels_apart_freeze_nothing(name):
+    entry = zoo.by_name(f"made/{name}")
+    structure = sp.trace(entry.make(), entry.example())
+    # what is left are colours, classes, and the numbers that say where to sample
+    ends = {("stem.0.weight", 1), ("down.0.weight", 1)}
+    inner = [f for f in structure.frozen if (f.tensor, f.axis) not in ends and f.reason != "an output of the network"]
+    assert [f for f in inner if not f.tensor.startswith("where.")] == []
+
+
+def test_a_standardised_layer_keeps_two_inputs():
+    entry = zoo.by_name("made/standardised")
+    net = entry.make()
+    structure = sp.trace(net, entry.example())
+    assert {stream.name: stream.least for stream in structure.streams} == {"stem.0": 2, "one": 1, "two": 1}
+    with pytest.raises(PlanError, match=r"1 unit of 'stem.0'; at least 2"):
+        sp.prune_(net, sp.Plan(structure, {"stem.0": [3]}))
+    scores = sp.score(net, criterion="weight", structure=structure)
+    least = sp.select(net, scores, structure=structure, channels=0.2)
+    assert {name: len(units) for name, units in least.keep.items()}["stem.0"] == 2
+    sp.prune_(net, least)
+
+
+class ZerosRead(nn.Module):
+    """Channels that nothing writes, as many as the code says."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 6), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.two(torch.cat([self.one(x), x.new_zeros(len(x), 2)], 1))
+
+
+def test_zeros_that_nothing_writes_stay():
+    structure = sp.trace(ZerosRead(), torch.randn(1, 4))
+    assert streams(structure) == {"one": 6}
+    assert ("two.weight", 1, 2) in {(f.tensor, f.axis, f.count) for f in structure.frozen}
+
+
+class ZerosOfAConstant(nn.Module):
+    """The code has the number of channels as a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.two(self.one(x) + torch.zeros(len(x), 6))
+
+
+def test_zeros_of_a_constant_size_freeze_what_they_meet():
+    structure = sp.trace(ZerosOfAConstant(), torch.randn(2, 4))
+    assert structure.streams == ()
+    assert any("does not follow" in f.reason for f in structure.frozen)
 
 
 class Unknown(nn.Module):

@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+import zoo
 from learning import IMAGE, learned
 from support import awaken_, tiny_cnn
 from torch import nn
@@ -32,6 +33,24 @@ def test_every_norm_of_mobile_networks_folds():
     folded, x = sp.Task.of(net, "a").build(base, fold=True), torch.randn(3, 3, 8, 8).double()
     assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in folded.modules())
     torch.testing.assert_close(folded(x), net(x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("writers", ["coupled", "free"])
+def test_norms_that_activate_fold_and_still_activate(writers):
+    entry = zoo.by_name("made/activating_norms")
+    base, x = entry.make().double(), entry.example().double()
+    net = copy.deepcopy(base)
+    sp.attach_(net, sp.SPLoRA(rank=2), example=x, head="head.2")
+    awaken_(net, 0.1)
+    for share in (0.8, 0.6):  # scored again with channels of its own
+        scores = sp.score(net, [(x, torch.tensor([0, 1]))], "taylor", loss=nn.functional.cross_entropy)
+        sp.prune_(net, sp.select(net, scores, channels=share, writers=writers))
+        assert set(scores.layers) == {"stem"}
+        sp.prune_(net, sp.select(net, sp.score(net, criterion="weight"), channels=share - 0.1, writers=writers))
+    folded = sp.Task.of(net, "a").build(base, fold=writers == "coupled")
+    torch.testing.assert_close(folded(x), net.eval()(x), rtol=1e-9, atol=1e-9)
+    if writers == "coupled":
+        assert all(norm.weight is None for norm in (folded.first, folded.second, folded.third))
 
 
 class Listed(nn.Module):

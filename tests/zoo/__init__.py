@@ -14,6 +14,7 @@ from zoo import (
     made_attention,
     made_convolutional,
     made_inputs,
+    made_operations,
     made_weights,
     timm_nets,
     transformers_nets,
@@ -45,6 +46,7 @@ ZOO: tuple[Entry, ...] = (
     *made_weights.entries(),
     *made_attention.entries(),
     *made_inputs.entries(),
+    *made_operations.entries(),
 )
 
 UNTRACEABLE: tuple[Entry, ...] = tuple(untraceable.entries())

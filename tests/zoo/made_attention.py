@@ -173,6 +173,38 @@ class EinsumAttention(nn.Module):
         return self.head(x + torch.einsum("bhlm,bhmk,hkd->bld", weights, v, self.out_weight))
 
 
+class PooledHeads(nn.Module):
+    """Heads are samples for a convolution that pools them; a term of the scores is an ``einsum``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.out = nn.Linear(6, 16), nn.Linear(16, 24), nn.Linear(8, 16)
+        self.pool, self.num_heads = nn.Conv1d(2, 2, 3, padding=1, groups=2), 4
+        self.positions, self.head = nn.Parameter(torch.zeros(4, 2)), nn.Linear(16, 5)
+
+    def forward(self, x):
+        x = self.embed(x)
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(x).reshape(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        q = self.pool(q.flatten(0, 1).transpose(1, 2)).transpose(1, 2).reshape(batch, self.num_heads, length, -1)
+        scores = q @ k.transpose(2, 3) + torch.einsum("bhnc,kc->bhnk", q, self.positions)
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, -1)
+        return self.head(x + self.out(mixed))
+
+
+class HeadsOfOne(nn.Module):
+    """As many heads as channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.attention = nn.MultiheadAttention(8, 8, batch_first=True)
+
+    def forward(self, x):
+        x = self.embed(x)
+        return self.head(x + self.attention(x, x, x, need_weights=False)[0])
+
+
 class GroupedQueries(nn.Module):
     """Two query heads share each pair of key and value heads, with positions that rotate halves."""
 
@@ -354,6 +386,8 @@ def entries() -> list[Entry]:
         ("tied_language_model", TiedLanguageModel, ids),
         ("tied_layers", TiedLayers, vector),
         ("einsum_attention", EinsumAttention, sequence),
+        ("pooled_heads", PooledHeads, sequence),
+        ("heads_of_one", HeadsOfOne, sequence),
         ("grouped_queries", GroupedQueries, sequence),
         ("bilinear", BilinearLayer, vector),
         ("outer_product", OuterProduct, vector),

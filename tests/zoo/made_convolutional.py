@@ -343,6 +343,35 @@ class ManyBranches(nn.Module):
         return self.head((stack * self.weights.softmax(0).view(1, 3, 1, 1, 1)).sum(1))
 
 
+class ActivatingNorm(nn.BatchNorm2d):
+    """A norm with its activation inside, as a module of its own."""
+
+    def __init__(self, width: int, activation: nn.Module) -> None:
+        super().__init__(width)
+        self.activation = activation
+
+    def forward(self, x):
+        mean, variance = self.running_mean, self.running_var
+        x = F.batch_norm(x, mean, variance, self.weight, self.bias, self.training, self.momentum, self.eps)
+        return self.activation(x)
+
+
+class ActivatingNorms(nn.Module):
+    """Several layers write one stream through norms that activate; after one of them nothing is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.first = nn.Conv2d(3, 8, 3, padding=1), ActivatingNorm(8, nn.SiLU())
+        self.two, self.second = nn.Conv2d(8, 8, 3, padding=1), ActivatingNorm(8, nn.Identity())
+        self.three, self.third = nn.Conv2d(8, 8, 1), ActivatingNorm(8, nn.Sigmoid())
+        self.head = Head(8)
+
+    def forward(self, x):
+        x = self.first(self.stem(x))
+        x = x + self.second(self.two(x))
+        return self.head(x + self.third(self.three(x)))
+
+
 def entries() -> list[Entry]:
     return pictures(
         UNet,
@@ -370,4 +399,5 @@ def entries() -> list[Entry]:
         Dense,
         Concatenations,
         ManyBranches,
+        ActivatingNorms,
     )

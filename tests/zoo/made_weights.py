@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -80,6 +82,27 @@ class PoolAndUnpool(nn.Module):
         return self.head(F.max_unpool2d(self.inner(x), places, 2))
 
 
+class StandardisedConv(nn.Conv2d):
+    """Its weight has mean zero and one spread for each output, over its inputs."""
+
+    def forward(self, x):
+        rows = self.weight.reshape(1, self.out_channels, -1)
+        weight = F.batch_norm(rows, None, None, training=True, momentum=0.0, eps=1e-6).reshape_as(self.weight)
+        return F.conv2d(x, weight, self.bias)
+
+
+class Standardised(nn.Module):
+    """A layer of one tap that is left with one input would have no spread to divide by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.one, self.two = conv(3, 8), StandardisedConv(8, 10, 1), StandardisedConv(10, 6, 3)
+        self.head = Head(6)
+
+    def forward(self, x):
+        return self.head(self.two(self.one(self.stem(x)).relu()).relu())
+
+
 class SharedNorm(nn.Module):
     """Two convolutions are followed by the same norm, and thereby tied."""
 
@@ -104,6 +127,37 @@ class Parametrised(nn.Module):
 
     def forward(self, x):
         return self.head(F.relu(self.two(F.relu(self.one(x)).mean((2, 3)))))
+
+
+class WeightNormed(nn.Module):
+    """A length for each output, for each tap of a grouped convolution, for each input, and one for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.utils.parametrizations.weight_norm
+        self.one, self.two = nn.Conv2d(3, 8, 3, padding=1), norm(nn.Conv2d(8, 12, 3, padding=1))
+        self.position = norm(nn.Conv1d(12, 12, 3, padding=1, groups=3), dim=2)
+        self.three, self.head = norm(nn.Linear(12, 10), dim=1), norm(nn.Linear(10, 5), dim=None)
+
+    def forward(self, x):
+        x = F.relu(self.two(F.relu(self.one(x)))).flatten(2)
+        x = (x + F.gelu(self.position(x))).mean(2)
+        return self.head(F.relu(self.three(x)))
+
+
+class HookedWeights(nn.Module):
+    """Weights that hooks compute, as before there were parametrizations; other layers are free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PyTorch's own, of old-style norms
+            self.three = nn.utils.weight_norm(nn.Conv2d(10, 6, 3))
+        self.one, self.two, self.four = conv(3, 8), conv(8, 10), nn.utils.spectral_norm(nn.Linear(6, 6))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.head(F.relu(self.four(F.relu(self.three(self.two(self.one(x)))).mean((2, 3)))))
 
 
 class Norms(nn.Module):
@@ -188,7 +242,10 @@ def entries() -> list[Entry]:
         Fourier,
         PoolAndUnpool,
         SharedNorm,
+        Standardised,
         Parametrised,
+        WeightNormed,
+        HookedWeights,
         Norms,
         BareNorms,
         Resized,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from spalier.adapters.attachment import (
     is_marked,
 )
 from spalier.adapters.forward import adapted_reads, adapter_name, is_strided_pointwise, read_layers
-from spalier.adapters.geometry import Geometry, described, is_finite, is_norm, is_uninitialised
+from spalier.adapters.geometry import Geometry, described, is_finite, is_norm, is_uninitialised, plain_tensors
 from spalier.adapters.kinds import Adapter, ByLayer, FineTune, Fit, Update
 from spalier.adapters.targets import AdapterOf, Names, Targets, adapters_of, check_ties, select_adaptable, select_named
 from spalier.errors import (
@@ -150,6 +150,8 @@ class _Plan:
     """The adapter of each weight; None leaves it frozen."""
     also: dict[nn.Module, set[str]] = field(default_factory=dict)
     """Single parameters that learn as they are, in modules that do not."""
+    refused: dict[nn.Module, str] = field(default_factory=dict)
+    """Layers of a kind that can be adapted, which themselves cannot be, and why."""
 
 
 def _plan(
@@ -170,8 +172,8 @@ def _plan(
     elif isinstance(adapter, ByLayer) and not adapter.adapters:  # a budget may be spent on norms and head alone
         plan = _Plan({}, learned, set())
     else:
-        chosen = select_adaptable(names, targets, excluded=set(learned))
-        plan = _fit(names, adapter, chosen, learned)
+        chosen, refused = select_adaptable(names, targets, excluded=set(learned))
+        plan = replace(_fit(names, adapter, chosen, learned), refused=refused)
     plan.also.update(_named_parameters(names, also, plan.learned))
     _check_finite(names, plan)
     _check_calls(names, plan.adapted)
@@ -310,7 +312,8 @@ def _row(name: str, module: nn.Module, own: dict[str, nn.Parameter], plan: _Plan
         return Row(name, kind, parameters, None, parameters, plan.learned[module])
     also = sum(own[key].numel() for key in plan.also.get(module, ()) if key in own)
     if module not in plan.adapted:
-        reason = "frozen (no rank pays)" if module in plan.unpaid else "frozen"
+        why = "no rank pays" if module in plan.unpaid else plan.refused.get(module)
+        reason = f"frozen ({why})" if why else "frozen"
         return Row(name, kind, parameters, None, also, "weights" if also else reason)
     fits = [entry for key, entry in plan.adapted[module].items() if key in own]
     if not fits:
@@ -370,7 +373,7 @@ def fuse(net: nn.Module) -> nn.Module:
     attachment = attachment_of(net)
     attachment.check_present(whole=False)
     check_finite(net)
-    memo: dict[int, object] = {}  # what deepcopy takes instead of copying
+    memo: dict[int, object] = plain_tensors(net)  # what deepcopy takes instead of copying
     for entry in attachment.updated:
         weight = entry.layer._parameters.get(entry.weight)
         if weight is None:

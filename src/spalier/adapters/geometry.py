@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -193,6 +193,24 @@ def _check_parameter(module: nn.Module, name: str) -> None:
             f"its {name} is {weight.dtype}, expected float32, float64, float16 or bfloat16; "
             "dequantise it, or leave the layer out with targets="
         )
+
+
+def has_weight_hook(module: nn.Module) -> bool:
+    """True where PyTorch's own hooks compute a weight before each call: old-style weight norm, spectral norm, pruning.
+
+    >>> has_weight_hook(nn.utils.spectral_norm(nn.Linear(2, 2))), has_weight_hook(nn.Linear(2, 2))
+    (True, False)
+    """
+    return any(type(hook).__module__.startswith("torch.nn.utils") for hook in module._forward_pre_hooks.values())
+
+
+def plain_tensors(net: nn.Module) -> dict[int, Any]:
+    """Tensors that are neither parameters nor buffers, as `copy.deepcopy` is to take them, by their ids.
+
+    It refuses those that were computed with gradients: weights that hooks compute.
+    """
+    held = (value for module in net.modules() for value in vars(module).values() if isinstance(value, Tensor))
+    return {id(value): value.detach().clone() for value in held if not value.is_leaf}
 
 
 def is_uninitialised(net: nn.Module) -> bool:

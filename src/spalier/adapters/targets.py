@@ -5,6 +5,7 @@ Layers that share one weight have to be treated alike, since they stay one tenso
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -66,8 +67,13 @@ def select_named(names: Names, what: str, value: str | Sequence[str] | None) -> 
     return chosen
 
 
-def select_adaptable(names: Names, targets: Targets, excluded: set[nn.Module]) -> dict[nn.Module, dict[str, Geometry]]:
-    """The layers to adapt, with the geometry of their weights, in the network's order."""
+def select_adaptable(
+    names: Names, targets: Targets, excluded: set[nn.Module]
+) -> tuple[dict[nn.Module, dict[str, Geometry]], dict[nn.Module, str]]:
+    """The layers to adapt, with the geometry of their weights, in the network's order; and those that cannot be.
+
+    A layer that is named and cannot be adapted is an error, and so is a network that has no others.
+    """
     if targets is None:
         chosen: Iterable[nn.Module] = names.of
     elif callable(targets) and not isinstance(targets, str):
@@ -78,8 +84,20 @@ def select_adaptable(names: Names, targets: Targets, excluded: set[nn.Module]) -
             )
     else:
         chosen = _under_each(names, patterns_of("targets", targets), excluded)
-    found = {m: _geometries(names, m) for m in chosen if m not in excluded}
-    return {module: weights for module, weights in found.items() if weights}
+    found: dict[nn.Module, dict[str, Geometry]] = {}
+    refused: dict[nn.Module, str] = {}
+    for module in chosen:
+        if module not in excluded:
+            try:
+                found[module] = geometries(module)
+            except UnsupportedLayerError as error:
+                refused[module] = str(error)
+    found = {module: weights for module, weights in found.items() if weights}
+    if refused and (targets is not None or not found):
+        module, why = next(iter(refused.items()))
+        raise UnsupportedLayerError(f"{names.first(module)} ({type(module).__name__}) cannot be adapted: {why}")
+    # the table says what was found, in a few words
+    return found, {module: re.split("[,;]", why)[0] for module, why in refused.items()}
 
 
 def _under_each(names: Names, patterns: list[str], excluded: set[nn.Module]) -> list[nn.Module]:
@@ -103,14 +121,6 @@ def _could_adapt(module: nn.Module) -> bool:
         return bool(geometries(module))
     except UnsupportedLayerError:
         return True  # of a supported kind: to be reported, not passed over
-
-
-def _geometries(names: Names, module: nn.Module) -> dict[str, Geometry]:
-    try:
-        return geometries(module)
-    except UnsupportedLayerError as error:
-        kind = type(module).__name__
-        raise UnsupportedLayerError(f"{names.first(module)} ({kind}) cannot be adapted: {error}") from None
 
 
 def _is_within(name: str, pattern: str) -> bool:

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.utils.parametrize import is_parametrized
 
 from spalier.adapters.attachment import Changes
 from spalier.adapters.forward import OWN_FORWARD, is_diverted
@@ -120,7 +121,7 @@ def resized_by_tensors(module: nn.Module, kept: Mapping[str, tuple[Ints | None, 
     """The same where the tensors of a module say all that there is to know; None where they do not."""
     entry = _entry_of(module)
     lacks_weights = isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm) and module.weight is None
-    if entry not in _BY_TENSORS or lacks_weights:
+    if entry not in _BY_TENSORS or lacks_weights or is_parametrized(module):
         return None
     return entry(module, Resize(kept, (), {}))
 
@@ -194,6 +195,8 @@ _BY_TENSORS = (
 
 @resizes(nn.MultiheadAttention)
 def _attention(module: Any, resize: Resize) -> dict[str, Any]:
+    if resize.base.get("head_dim", module.head_dim) == 1:  # a view as heads of one entry tells nothing
+        return attention_with(module, module.out_proj.weight.shape[1])
     return attention_with(module, resize.heads(resize.base.get("num_heads", module.num_heads)))
 
 

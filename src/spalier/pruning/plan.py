@@ -269,6 +269,12 @@ def kept_after(plan: Plan, kept: Kept) -> Kept:
         if len(gone):
             raise PlanError(f"unit {gone[0]} of {name!r} is gone already; a plan can only keep what is left")
     left = narrowed(plan.structure, kept, chosen, plan.writers)
+    for stream, mask in zip(plan.structure.streams, left.streams, strict=True):
+        if mask.sum() < stream.least:
+            raise PlanError(
+                f"the plan leaves {int(mask.sum())} unit of {stream.name!r}; at least {stream.least} have to stay, as "
+                "a layer that reads it standardises its weights over its inputs"
+            )
     for name, mask in left.writers.items():
         if not mask.any():
             had = np.flatnonzero(kept.writers[name]).tolist() if name in kept.writers else []

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
 from spalier.adapters.attach import fuse
@@ -204,6 +205,12 @@ def _resize_(reduction: Reduction, changes: Changes) -> dict[str, dict[str, Any]
     for name, indices in reduction.cuts.items():
         for owner in reduction.owners[name]:
             kept.setdefault(owner.module, {})[owner.key] = indices
+    for path, module in list(net.named_modules()):
+        if module in kept and isinstance(module, ParametrizationList):
+            # a weight that is computed from others is cut like that of these which is cut most: it has its shape
+            layer, _, key = path.rpartition(".parametrizations.")
+            most = max(kept[module].values(), key=lambda indices: sum(index is not None for index in indices))
+            kept.setdefault(net.get_submodule(layer), {})[key] = most
     extents: dict[nn.Module, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     for extent in reduction.structure.extents:
         sizes = extent.sizes, extent.left(reduction.left.streams)

@@ -3,8 +3,8 @@
 The masked network is the base's graph, run on the current values with adapters fused, and with zeros for all that is to
 go. Parameters are made as they are needed and dropped again, so there is never a second base in memory.
 
-Where statistics run over pruned channels (layer norm, group norm, standardised weights) a zero would still count. There
-the mask means removal: the mean is taken over what is left.
+Where statistics run over pruned channels (layer norm, group norm, lengths, standardised weights) a zero would still
+count. There the mask means removal: the mean is taken over what is left.
 
 If the two differ, `verify` finds the first module that does, and names it.
 """
@@ -340,10 +340,21 @@ def _anything(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _statistic(node: Node, args: Any, left: Tensor) -> Tensor:
     """A norm whose statistics count what is left alone."""
-    name, x = operation(node), args[0]
+    name = operation(node)
+    x: Tensor = args[0]
     if name == "mean":
         keepdim = bool(args[2]) if len(args) > 2 else bool(node.kwargs.get("keepdim", False))
         return _mean(x, left, args[1], keepdim)
+    if name in ("linalg_vector_norm", "norm"):
+        function: Any = node.target
+        length: Tensor = function(x * left, *args[1:], **node.kwargs)
+        return length
+    if name == "_weight_norm":
+        own = int(args[2]) if len(args) > 2 else 0
+        axes = [axis for axis in range(x.dim()) if own == -1 or axis != own]
+        length = torch.linalg.vector_norm(x * left, dim=axes, keepdim=True)
+        weight: Tensor = x / torch.where(length > 0, length, 1) * args[1]  # what is gone has none
+        return weight
     if name in ("layer_norm", "rms_norm"):
         is_centred = name == "layer_norm"
         default = 1e-5 if is_centred else torch.finfo(x.dtype).eps

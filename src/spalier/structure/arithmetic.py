@@ -4,15 +4,16 @@
 - *Contractions* are products over lettered axes, summed over some of them (`contract`): linear layers, `matmul`,
   `einsum`, attention. A convolution is one over its channels; with groups, its channels are split into (groups,
   channels), and depthwise convolutions need nothing more.
-- *Norms* have parameters that ride on the channels. Where they average over labelled axes, the place is noted: there
-  the mean is that of what is left. Any other reduction or softmax over a labelled axis freezes it.
+- *Norms* have parameters that ride on the channels. Where they average over labelled axes, or take a length, the place
+  is noted: there the mean is that of what is left. Any other reduction or softmax over a labelled axis freezes it.
+- Tensors whose entries are all alike, such as zeros, have as many channels as what they meet.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -24,6 +25,7 @@ from spalier.structure.graph import (
     Value,
     Walk,
     argument,
+    named,
     operation,
     rule,
     shape_of,
@@ -97,7 +99,8 @@ def contract(
         sides = [value.on(axis) for value, axis in on if value.shape[axis] > 1]
         met[letter] = walk.meet(sides) if any(sides) else []
         _note_roles(walk, operands, letter, is_kept=letter in out)
-    if counted:
+    shared = [x for x in met if x not in out and sum(x in axes for _, axes in operands) > 1]
+    if counted and shared:  # else it is a product entry by entry, and nothing is accumulated
         _note_cost(walk, operands, met)
     fields = {axis: met[letter] for axis, letter in enumerate(out) if met.get(letter)}
     return Value(shape, fields, sources([value for value, _ in operands]))
@@ -196,21 +199,22 @@ def convolution(walk: Walk, node: Node) -> Result:
     walk.freeze_all(weight, range(2, len(weight.shape)), TAPS)
     # counted below, with the pixels that this contraction knows nothing of
     made = _grouped(walk, value, channel, weight, groups, transposed, shape[channel])
+    batch = {axis: fields for axis, fields in value.fields.items() if axis < channel and fields}
     pixels = value.shape if transposed else shape
-    _note_convolution(walk, weight, math.prod(pixels[:channel]) * math.prod(pixels[channel + 1 :]))
-    batch = {axis: fields for axis, fields in value.fields.items() if axis < channel}
+    plain = math.prod(n for axis, n in enumerate(pixels) if axis != channel and axis not in batch)
+    _note_convolution(walk, weight, plain, list(batch.values()))
     out = Value(shape, {**batch, channel: made.on(0)}, made.sources)
     return _with_channel_parameters(walk, out, walk.given(argument(node, 2, "bias")), channel)
 
 
-def _note_convolution(walk: Walk, weight: Value, pixels: int) -> None:
-    """Every entry of the kernel is used once for each pixel."""
+def _note_convolution(walk: Walk, weight: Value, pixels: int, batch: list[list[Ints]]) -> None:
+    """Every entry of the kernel is used once for each pixel; the batch may be one of heads."""
     times = pixels * math.prod(weight.shape[2:])
     if walk.owner(weight):
-        walk.note_cost(times, walk.owner(weight), (0, 1), [])
+        walk.note_cost(times, walk.owner(weight), (0, 1), batch)
     else:
         plain = math.prod(n for axis, n in enumerate(weight.shape[:2]) if not weight.on(axis))
-        walk.note_cost(times * plain, "", (), [weight.on(axis) for axis in (0, 1) if weight.on(axis)])
+        walk.note_cost(times * plain, "", (), [*batch, *(weight.on(axis) for axis in (0, 1) if weight.on(axis))])
 
 
 def _grouped(
@@ -314,23 +318,50 @@ def group_norm(walk: Walk, node: Node) -> Result:
     return Value(out.shape, {0: value.on(0), 1: fields}, out.sources)
 
 
-@rule("mean sum amax amin std var linalg_vector_norm norm argmax argmin logsumexp prod")
+@rule("_weight_norm")
+def weight_norm(walk: Walk, node: Node) -> Result:
+    """A direction and a length for each index of one axis, or of none; the direction's own is that of what is left."""
+    value, length = walk.value(node.args[0]), walk.value(node.args[1])
+    own = named(node, "dim")  # -1 for one length of all
+    walk.note_statistic(node, {a: value.on(a) for a in range(len(value.shape)) if a != own})
+    return broadcast(walk, [value, length], value.shape)
+
+
+@rule(
+    "mean sum nansum nanmean amax amin max min aminmax std var std_mean var_mean median nanmedian mode kthvalue all "
+    "any linalg_vector_norm norm frobenius_norm argmax argmin logsumexp prod count_nonzero"
+)
 def reduction(walk: Walk, node: Node) -> Result:
-    """A labelled axis that is reduced must stay, but for the mean square of a norm that is written by hand."""
-    value, made = walk.value(node.args[0]), node.meta["val"]
-    dims = argument(node, 2 if "norm" in operation(node) else 1, "dim")
+    """A labelled axis that is reduced must stay, but for norms that are written by hand."""
+    if named(node, "other") is not None:  # the larger of two
+        return pointwise(walk, node)
+    value, dims = walk.value(node.args[0]), named(node, "dim")
     axes = [dims] if isinstance(dims, int) else list(dims or range(len(value.shape)))
     axes = [a % len(value.shape) for a in axes if isinstance(a, int)] if value.shape else []
-    if _is_mean_square(node):
+    if _is_mean_square(node) or _is_length(node):
         walk.note_statistic(node, {a: value.on(a) for a in axes})
     else:
         walk.freeze_all(value, axes)
-    if not isinstance(made, Tensor):
-        return unknown(walk, node)
     left = [a for a in range(len(value.shape)) if a not in axes]
-    places = left if made.dim() == len(value.shape) else range(len(left))  # keepdim, or not
-    fields = {place: value.on(a) for place, a in zip(places, left, strict=True) if value.on(a)}
-    return Value(tuple(made.shape), fields, value.sources)
+
+    def reduced(made: Tensor) -> Value:
+        places = left if made.dim() == len(value.shape) else range(len(left))  # keepdim, or not
+        fields = {place: value.on(a) for place, a in zip(places, left, strict=True) if value.on(a)}
+        return Value(tuple(made.shape), fields, value.sources)
+
+    return _each(node, reduced)
+
+
+def _each(node: Node, made: Callable[[Tensor], Value]) -> Result:
+    """What an operation returns: a tensor, or several, such as the largest entries and their places."""
+    found = node.meta["val"]
+    return made(found) if isinstance(found, Tensor) else [made(each) for each in found]
+
+
+def _is_length(node: Node) -> bool:
+    """The Euclidean length, which zeros add nothing to."""
+    name, order = operation(node), named(node, "ord" if operation(node) == "linalg_vector_norm" else "p")
+    return name in ("linalg_vector_norm", "norm") and order in (2, None) and bool(named(node, "dim"))
 
 
 def _is_mean_square(node: Node) -> bool:
@@ -343,12 +374,12 @@ def _is_mean_square(node: Node) -> bool:
     return is_square and any(operation(user) == "rsqrt" for user in users)
 
 
-@rule("softmax log_softmax cumsum _softmax _log_softmax cumprod")
+@rule("softmax log_softmax cumsum _softmax _log_softmax cumprod logcumsumexp cummax cummin sort argsort topk")
 def along(walk: Walk, node: Node) -> Result:
     """Each entry depends on all others of the axis, so these must stay."""
-    value = walk.value(node.args[0])
-    walk.freeze_all(value, (int(argument(node, 1)),))
-    return Value(value.shape, value.fields, value.sources)
+    value, axis = walk.value(node.args[0]), int(named(node, "dim"))
+    walk.freeze_all(value, (axis,))
+    return _each(node, lambda made: Value(tuple(made.shape), value.fields, value.sources))
 
 
 @rule("glu")
@@ -374,15 +405,36 @@ def _in_every_dimension(names: str) -> str:
         "_upsample_nearest_exact upsample_linear upsample_bilinear _upsample_bilinear_aa upsample_trilinear "
         "upsample_bicubic"
     )
+    + " max_pool2d_with_indices max_pool3d_with_indices"
 )
 def spatial(walk: Walk, node: Node) -> Result:
     """Each channel by itself; pixels must stay."""
     value = walk.value(node.args[0])
-    if not isinstance(node.meta["val"], Tensor):  # it returns indices too
-        return unknown(walk, node)
     first = len(value.shape) - int(re.findall(r"(\d)d", operation(node))[0])
     walk.freeze_all(value, range(first, len(value.shape)))
-    return Value(shape_of(node), {a: f for a, f in value.fields.items() if a < first}, value.sources)
+    fields = {a: f for a, f in value.fields.items() if a < first}
+    # some return the places of the largest pixels too
+    return _each(node, lambda made: Value(tuple(made.shape), fields, value.sources))
+
+
+@rule(_in_every_dimension("max_unpool"))
+def unpool(walk: Walk, node: Node) -> Result:
+    """Pixels of a channel go where the places of that channel say."""
+    value, places = walk.value(node.args[0]), walk.value(node.args[1])
+    first = len(value.shape) - int(re.findall(r"(\d)d", operation(node))[0])
+    for each in (value, places):
+        walk.freeze_all(each, range(first, len(value.shape)))
+    met = broadcast(walk, [value, places], value.shape)
+    return Value(shape_of(node), {a: f for a, f in met.fields.items() if a < first}, met.sources)
+
+
+@rule("grid_sampler grid_sampler_2d grid_sampler_3d")
+def grid_sample(walk: Walk, node: Node) -> Result:
+    """Each channel by itself, at the pixels that the grid says."""
+    value, grid = walk.value(node.args[0]), walk.value(node.args[1])
+    walk.freeze_all(value, (0, *range(2, len(value.shape))))
+    walk.freeze_all(grid)
+    return Value(shape_of(node), {1: value.on(1)}, sources([value, grid]))
 
 
 @rule("_assert_tensor_metadata _assert_async _assert_scalar sym_constrain_range_for_size sym_size")
@@ -391,10 +443,32 @@ def nothing(walk: Walk, node: Node) -> Result:
     return Value(())
 
 
-@rule("new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like rand_like randn_like")
+@rule("zeros_like ones_like full_like empty_like")
+def like(walk: Walk, node: Node) -> Result:
+    """As many entries as the other has, all alike."""
+    return Value(shape_of(node), walk.value(node.args[0]).fields, _made_of_nothing(node))
+
+
+@rule("new_zeros new_ones new_full new_empty zeros ones full empty")
 def fresh(walk: Walk, node: Node) -> Result:
-    """Takes a shape and no values; what it makes carries no labels."""
-    return Value(shape_of(node), {}, frozenset())
+    """Entries that are all alike, as many as the code says."""
+    shape = shape_of(node)
+    return Value(shape, walk.any_labels(shape, range(len(shape))), _made_of_nothing(node))
+
+
+def _made_of_nothing(node: Node) -> frozenset[str] | None:
+    """The sources of a tensor that is made of nothing; of what the code writes into later, nothing is known."""
+    return None if _is_written(node) else frozenset()
+
+
+def _is_written(node: Node) -> bool:
+    for user in node.users:
+        schema = getattr(user.target, "_schema", None)
+        # a view of it, or an operation in its place
+        alias = schema.arguments[0].alias_info if schema and user.args and user.args[0] is node else None
+        if alias is not None and (alias.is_write or _is_written(user)):
+            return True
+    return False
 
 
 @rule("wrap_with_set_grad_enabled wrap_with_autocast")

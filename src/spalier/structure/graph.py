@@ -307,11 +307,21 @@ class Walk:
                 self.values[node] = inputs.get(node.name) or _plain(node, None)
             elif node.op == "call_function":
                 self.reason, self.place = source(node), module_of(node)
-                self.values[node] = self._rule_of(node)(self, node)
+                self.values[node] = self._visit(node)
             elif node.op == "output":
                 outputs = list(node.all_input_nodes)
         self._graph = outer
         return outputs
+
+    def _visit(self, node: Node) -> Result:
+        try:
+            return self._rule_of(node)(self, node)
+        except (RuntimeError, TypeError, ValueError):
+            # rules reckon with sizes; those that only a run can tell are none
+            if not any(-1 in value.shape for value in (*self.operands(node), _plain(node, None))):
+                raise
+            self.reason += ": a size depends on values"
+            return unknown(self, node)
 
     def _rule_of(self, node: Node) -> Rule:
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
@@ -386,6 +396,14 @@ class Walk:
         else:  # two splits of unlike depth: which factor is which cannot be told
             self.freeze(left + right)
         return more
+
+    def any_labels(self, shape: tuple[int, ...], axes: Iterable[int]) -> Fields:
+        """Labels for axes along which all entries are alike: they are those of what the axes meet.
+
+        The graph has their sizes as numbers. Whether the code takes these from the tensor that they meet, the dry run
+        shows.
+        """
+        return {axis: [self.labels.new(shape[axis])] for axis in axes if shape[axis] > 1}
 
     def split(self, fields: list[Ints], sizes: tuple[int, ...], *, is_view: bool = False) -> list[list[Ints]]:
         """Each field seen as an array of these sizes: the fields of each of its axes."""
@@ -481,6 +499,14 @@ def sources(values: Sequence[Value]) -> frozenset[str] | None:
 def shape_of(node: Any) -> tuple[int, ...]:
     """The shape of a tensor in the graph; -1 for an axis whose size depends on values."""
     return tuple(n if isinstance(n, int) else -1 for n in node.meta["val"].shape)
+
+
+def named(node: Node, name: str) -> Any:
+    """An argument of an operation by its name, wherever it stands; None if it is not given and has no default."""
+    for index, each in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if each.name == name:
+            return argument(node, index, name, each.default_value)
+    return None
 
 
 def argument(node: Node, index: int, name: str = "", default: Any = None) -> Any:

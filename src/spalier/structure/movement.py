@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from spalier.structure.graph import Result, Value, Walk, argument, operation, rule, shape_of, sources, unknown
+from spalier.structure.graph import Result, Value, Walk, argument, named, operation, rule, shape_of, sources, unknown
 from spalier.structure.labels import NONE, Ints
 
 
@@ -50,6 +50,9 @@ def reshape(walk: Walk, node: Node) -> Result:
 
 def _new_place(old: tuple[int, ...], axis: int, new: tuple[int, ...]) -> int | None:
     """Where an axis is after a reshape that leaves it whole."""
+    if -1 in old[:axis]:  # how many entries are in front of it depends on values: those behind it will do
+        place = _new_place(old[::-1], len(old) - 1 - axis, new[::-1]) if -1 not in old[axis:] else None
+        return None if place is None else len(new) - 1 - place
     # entries are in the same order, so it is the axis of its size with as many entries in front of it
     before = math.prod(old[:axis])
     for place, size in enumerate(new):
@@ -61,21 +64,34 @@ def _new_place(old: tuple[int, ...], axis: int, new: tuple[int, ...]) -> int | N
     return None
 
 
-@rule("permute transpose mT t swapaxes movedim flip repeat repeat_interleave expand expand_as")
+@rule(
+    "permute transpose mT t numpy_T mH matrix_H adjoint swapaxes swapdims movedim moveaxis flip repeat tile "
+    "repeat_interleave"
+)
 def run_itself(walk: Walk, node: Node) -> Result:
     """Whatever the operation does, it does the same to labels."""
     function: Any = node.target
 
     def move(field: Tensor) -> Tensor:
-        moved: Tensor = function(field, *(_stand_in(a) for a in node.args[1:]), **node.kwargs)
+        moved: Tensor = function(field, *node.args[1:], **node.kwargs)
         return moved
 
     return walk.moved(walk.value(node.args[0]), move, shape_of(node))
 
 
-def _stand_in(argument: Any) -> Any:
-    """A tensor argument that only gives its shape."""
-    return torch.empty(shape_of(argument), device="meta") if isinstance(argument, Node) else argument
+@rule("expand expand_as broadcast_to")
+def expand(walk: Walk, node: Node) -> Result:
+    """The same entry at each index of an axis: any of them may go, with those of the tensor that it is made to fit."""
+    value, shape = walk.value(node.args[0]), shape_of(node)
+    out = walk.moved(value, lambda field: field.expand(shape), shape)
+    sizes = (1,) * (len(shape) - len(value.shape)) + value.shape
+    widened = [axis for axis, size in enumerate(shape) if size != sizes[axis]]
+    if operation(node) == "expand_as":
+        like = walk.value(node.args[1])
+        out.fields.update({axis: like.on(axis) for axis in widened if like.on(axis)})
+    elif not value.fields:  # what has labels is repeated by a fixed number: keys for grouped queries
+        out.fields.update(walk.any_labels(shape, widened))
+    return out
 
 
 @rule("channel_shuffle")
@@ -184,6 +200,8 @@ def _part(walk: Walk, fields: list[Ints], size: int, taken: int, start: int, ste
 @rule("select")
 def select(walk: Walk, node: Node) -> Result:
     """Picked by its number, so all must stay."""
+    if not node.users:  # the code asks for its shape alone
+        return walk.plain(node)
     value = walk.value(node.args[0])
     return _without(walk, value, argument(node, 1, "dim", 0), shape_of(node))
 
@@ -214,10 +232,16 @@ def getitem(walk: Walk, node: Node) -> Result:
 def index(walk: Walk, node: Node) -> Result:
     """Axes that are indexed by tensors must stay; the others go on where the indexed axes are neighbours."""
     value, indices = walk.value(node.args[0]), list(argument(node, 1))
-    indexed = [axis for axis, each in enumerate(indices) if each is not None]
+    indexed: list[int] = []
+    axis = 0
+    for each in indices:
+        # a mask stands for as many axes as it has itself
+        taken = each.meta["val"].dim() if each is not None and each.meta["val"].dtype == torch.bool else 1
+        indexed += range(axis, axis + taken) if each is not None else ()
+        axis += taken
     for each in node.all_input_nodes[1:]:
         walk.freeze_all(walk.value(each))
-    if indexed != list(range(indexed[0], indexed[-1] + 1)):  # then PyTorch puts the result's new axes first
+    if not indexed or indexed[-1] - indexed[0] >= len(indexed):  # then PyTorch puts the result's new axes first
         return unknown(walk, node)
     walk.freeze_all(value, indexed)
     shape = shape_of(node)
@@ -225,6 +249,24 @@ def index(walk: Walk, node: Node) -> Result:
     shift = len(shape) - len(value.shape)
     fields = {a + (shift if a > indexed[-1] else 0): f for a, f in value.fields.items() if a not in indexed}
     return Value(shape, fields, sources(walk.operands(node)))
+
+
+@rule("gather take_along_dim")
+def gather(walk: Walk, node: Node) -> Result:
+    """Entries are picked along one axis, which must stay; along the others each index has its own."""
+    value, dim = walk.value(node.args[0]), named(node, "dim")
+    places = walk.value(named(node, "index") or named(node, "indices"))
+    if dim is None or len(places.shape) != len(value.shape):
+        return unknown(walk, node)
+    walk.freeze_all(value, (dim,))
+    walk.freeze_all(places, (dim,))
+    fields = {}
+    for axis in set(range(len(value.shape))) - {dim % len(value.shape)}:
+        if value.shape[axis] != places.shape[axis]:  # the first ones of more, or one for all
+            walk.freeze(value.on(axis) + places.on(axis))
+        elif value.on(axis) or places.on(axis):
+            fields[axis] = walk.meet([value.on(axis), places.on(axis)])
+    return Value(shape_of(node), fields, sources([value, places]))
 
 
 @rule("index_select")

@@ -105,8 +105,10 @@ class GraphSearch:
     def _written(self, stream: int, member: Member) -> list[Site]:
         """What a writer returns, after its norm; nothing where some use of it is no module's own output."""
         sites: dict[tuple[str, str | None], Site] = {}
+        free = self._free(stream, self.assembly.streams[stream], member)
         for node in self._uses(member.tensor):
-            found = self._end(node)
+            # a layer whose own channels are spread over the stream in front of its norm is seen there
+            found = self._end(node, spread=None if free is None else free.module)
             axis = None if found is None else self._axis(found[0], stream)
             if found is None or axis is None:
                 return []
@@ -155,8 +157,11 @@ class GraphSearch:
                 else:
                     yield user
 
-    def _end(self, node: Node) -> tuple[Node, str | None] | None:
-        """What a layer returns, or the batch norm behind it that alone takes its output; and that norm's path."""
+    def _end(self, node: Node, spread: str | None) -> tuple[Node, str | None] | None:
+        """What a layer returns, or the batch norm behind it that alone takes its output; and that norm's path.
+
+        ``spread`` is the module behind which the layer's own channels are spread, if it may have some.
+        """
         path = module_of(node)
         # to the end of the layer's own forward
         while (after := _only_user(node)) is not None and module_of(after) == path:
@@ -168,7 +173,8 @@ class GraphSearch:
         if after is None or operation(after) != "batch_norm" or after.args[0] is not node:
             return node, None
         norm = module_of(after)
-        end = self._end_of_norm(after) if self.norms[norm] == 1 else None  # else it is others' too
+        is_own = self.norms[norm] == 1 and spread in (None, norm)  # else it is others' too
+        end = self._end_of_norm(after) if is_own else None
         return (node, None) if end is None else (end, norm)
 
     def _end_of_norm(self, norm: Node) -> Node | None:
@@ -176,7 +182,7 @@ class GraphSearch:
         path, end = module_of(norm), norm
         if not path or any(True for child in self._children(path) for _ in child.parameters()):
             return None
-        while any(module_of(user).startswith(path) for user in end.users):
+        while any(f"{module_of(user)}.".startswith(f"{path}.") for user in end.users):
             after = _only_user(end)
             if after is None:
                 return None
@@ -203,14 +209,15 @@ class GraphSearch:
     def free_writers(self) -> Iterator[FreeWriter]:
         """Every layer of the network that can be a free writer, in the streams' order."""
         for number, stream in enumerate(self.assembly.streams):
-            if len(stream.writers) > 1:  # a single writer has the channels of the stream anyway
-                for member in stream.members:
-                    writer = self._free(number, stream, member) if member.role == "writer" else None
-                    if writer is not None:
-                        yield writer
+            for member in stream.members:
+                writer = self._free(number, stream, member) if member.role == "writer" else None
+                if writer is not None:
+                    yield writer
 
     def _free(self, number: int, stream: Stream, member: Member) -> FreeWriter | None:
         """Follow the writer's output as long as nothing else takes it; the last module's end is where it is spread."""
+        if len(stream.writers) < 2:  # a single writer has the channels of the stream anyway
+            return None
         path = member.tensor.rpartition(".")[0]
         on_stream = [m for m in stream.members if m is member or m.role == "rider"]
         uses = self.users.get(member.tensor, [])
@@ -225,16 +232,33 @@ class GraphSearch:
                 break  # others use these tensors too
             taken += [(m.tensor, m.axis) for m in own]
             module = module_of(node)
-            # a gather can only sit behind what a module returns
-            is_end = self._is_leaf(module) and all(module_of(user) != module for user in node.users)
-            axis, units = self._axis(node, number) or (0, ())
+            end = self._end_of_module(node)
+            axis, units = (None if end is None else self._axis(end, number)) or (0, ())
             is_plain = any(_is_plain(each) for stream_number, each in units if stream_number == number)
-            if is_end and is_plain and (found is not None or module == path):
+            if is_plain and (found is not None or module == path):
                 found = FreeWriter(path, number, tuple(taken), module, axis)
             node = _norm_or_end(node)
         return found
 
+    def _end_of_module(self, node: Node) -> Node | None:
+        """What the module of a node returns, if that is the node's, and zero where it is: a gather can sit behind."""
+        path = module_of(node)
+        if operation(node) == "batch_norm" and self._children(path):
+            end = self._end_of_norm(node)
+            after = node
+            while end is not None and after is not end:
+                after = next(iter(after.users))
+                if operation(after) not in _ZERO_AT_ZERO:
+                    return None
+            return end
+        return node if self._is_leaf(path) and all(module_of(user) != path for user in node.users) else None
 
+
+_ZERO_AT_ZERO = {
+    *("relu", "relu6", "hardtanh", "leaky_relu", "elu", "celu", "selu", "silu", "gelu", "mish", "hardswish", "tanh"),
+    *("dropout", "feature_dropout", "clone", "alias"),
+}
+"""Activations inside of norms after which a channel that is not there is zero."""
 _PLAIN = {"view", "reshape", "add", "_unsafe_view"}
 """What may follow inside of a layer without making its output another: a bias, another shape."""
 
@@ -265,8 +289,11 @@ def _norm_or_end(node: Node) -> Node | None:
 _LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 
 
-def find_folds(program: ExportedProgram, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Layers, and the batch norms that alone take their outputs, channel by channel; each is called once."""
+def find_folds(net: nn.Module, program: ExportedProgram, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Layers, and the batch norms that alone take their outputs, channel by channel; each is called once.
+
+    Norms of other libraries may do more than that, as long as nothing of it depends on what is folded.
+    """
     tensors: dict[Any, str] = {node: name for name, nodes in placeholders(program, names).items() for node in nodes}
     kinds = (*_LAYERS, "batch_norm")
     calls = Counter(module_of(node) for node in program.graph.nodes if operation(node) in kinds)
@@ -279,7 +306,9 @@ def find_folds(program: ExportedProgram, names: Mapping[str, str]) -> Iterator[t
         owns_its_tensors = (
             tensors.get(layer.args[1]) == f"{path}.weight"
             and (bias is None or tensors.get(bias) == f"{path}.bias")
-            and tensors.get(node.args[3]) == f"{norm}.running_mean"
+            and [tensors.get(t) for t in node.args[3:5]] == [f"{norm}.running_mean", f"{norm}.running_var"]
+            and all(t is None or len(t.users) == 1 for t in node.args[1:5])
+            and getattr(net.get_submodule(norm), "eps", None) == node.args[7]
         )
         # a linear layer of more axes has its channels last, a norm has them second
         on_channels = operation(layer) != "linear" or len(layer.meta["val"].shape) == 2

@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
 from spalier.structure.arithmetic import TAPS
-from spalier.structure.graph import Kind, Role, Term, Walk, module_of
+from spalier.structure.graph import Kind, Role, Term, Walk, module_of, operation, shape_of
 from spalier.structure.labels import NONE, Ints, LabelledAxis, Mask, Resolved
 
 AxisUnits = tuple[tuple[int, Ints], ...]
@@ -52,6 +52,8 @@ class Stream:
     size: int
     """How many units there are."""
     members: tuple[Member, ...]
+    least: int = 1
+    """How many have to stay: a weight that is standardised over its inputs needs two of them to have a spread."""
 
     @cached_property
     def writers(self) -> tuple[str, ...]:
@@ -235,11 +237,31 @@ def assemble(walk: Walk) -> Assembly:
             refused["its channels go together or not at all"].append(atoms)
         elif not any(member.role == "reader" for member in members):
             refused["no layer reads it"].append(atoms)
+        elif all(member.role == "reader" for member in members):  # zeros that are read
+            refused["no layer writes it"].append(atoms)
         else:
             stream_of[atoms], unit_of[atoms] = len(streams), np.arange(len(atoms))
             streams.append(Stream(_name(members, names), len(atoms), tuple(members)))
     frozen = _frozen(axes, size, resolved, found, {why: np.concatenate(each) for why, each in refused.items()})
-    return Assembly(streams, frozen, resolved, stream_of, unit_of)
+    made = Assembly(streams, frozen, resolved, stream_of, unit_of)
+    for number in _spreading(walk, made):
+        streams[number] = replace(streams[number], least=2)
+    return made
+
+
+def _spreading(walk: Walk, assembly: Assembly) -> set[int]:
+    """The streams of which one unit would leave a weight that is standardised a single entry: its spread is none."""
+    ones = [np.arange(stream.size) == 0 for stream in assembly.streams]
+    found: set[int] = set()
+    for statistic in walk.statistics:
+        if operation(statistic.node) == "batch_norm":  # of a weight; those of what is computed have statistics
+            units = [assembly.units_on(fields) for fields in statistic.fields.values()]
+            sizes = tuple(len(fields[0]) for fields in statistic.fields.values())
+            counted = math.prod(n for axis, n in enumerate(shape_of(statistic.node)) if axis != 1)
+            plain = counted // math.prod(sizes)  # axes without labels
+            if plain * math.prod(Extent("", sizes, tuple(units)).left(ones)) < 2:
+                found |= {number for on in units for number, _ in on}
+    return found
 
 
 def _name(members: Sequence[Member], taken: dict[str, int]) -> str:

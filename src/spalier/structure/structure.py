@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_flatten
 
 from spalier.adapters.attachment import attachment_of, is_marked
-from spalier.adapters.geometry import Added, first_names, tensors_of
+from spalier.adapters.geometry import Added, first_names, has_weight_hook, tensors_of
 from spalier.adapters.targets import Names, select_named
 from spalier.errors import ConfigError, TraceError
 from spalier.files import write
@@ -194,6 +194,7 @@ def find(net: nn.Module, example: Any, freeze: Freeze = None) -> Structure:
     walk = Walk()
     inputs = _inputs(walk, program, tensors, names)
     _freeze_chosen(walk, net, freeze, inputs)
+    _freeze_computed(walk, net, inputs)
     walk.run(program.graph_module, inputs)
     captured = Captured(program, example, walk, assemble(walk))
     parameters = {names[name] for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
@@ -228,7 +229,7 @@ def _read(net: nn.Module, structure: Structure, captured: Captured) -> Structure
         extents=tuple(extents_of(walk, assembly)),
         sites=tuple(search.sites()),
         costs=tuple(costs_of(walk.terms, assembly)),
-        folds=tuple(find_folds(program, structure.names)),
+        folds=tuple(find_folds(net, program, structure.names)),
         captured=captured,
     )
 
@@ -282,6 +283,14 @@ def _freeze_chosen(walk: Walk, net: nn.Module, freeze: Freeze, inputs: Mapping[s
     for value in inputs.values():
         if any(source.rpartition(".")[0] in owners for source in value.sources or ()):
             walk.freeze_all(value, reason="as asked")
+
+
+def _freeze_computed(walk: Walk, net: nn.Module, inputs: Mapping[str, Value]) -> None:
+    """Weights that a hook computes before each call would have other sizes in between."""
+    hooked = {path for path, module in net.named_modules() if has_weight_hook(module)}
+    for value in inputs.values():
+        for path in hooked.intersection(source.rpartition(".")[0] for source in value.sources or ()):
+            walk.freeze_all(value, reason=f"a hook computes the weight of {path}; use torch.nn.utils.parametrizations")
 
 
 # what a network is known by
@@ -360,8 +369,8 @@ def from_dict(data: Mapping[str, Any]) -> Structure:
         parameters=frozenset(data["parameters"]),
         untried=str(data["untried"]),
         streams=tuple(
-            Stream(name, size, tuple(Member(t, axis, role, _units(u)) for t, axis, role, u in members))
-            for name, size, members in data["streams"]
+            Stream(name, size, tuple(Member(t, axis, role, _units(u)) for t, axis, role, u in members), least)
+            for name, size, members, least in data["streams"]
         ),
         frozen=tuple(Frozen(*entry) for entry in data["frozen"]),
         writers=tuple(

@@ -439,7 +439,7 @@ def _obstacle(norm: Any, layer: Any, times: Counter[int]) -> str:
     """Why a norm cannot be folded; empty if it can."""
     if layer is None:
         return "it is not known that it alone takes the output of one layer (was the network traced with an example?)"
-    if type(norm) not in _NORMS or type(layer) not in _OUTPUT_AXES:
+    if not isinstance(norm, _NORMS) or type(layer) not in _OUTPUT_AXES:
         return f"a {type(norm).__name__} behind a {type(layer).__name__} may do more than the two"
     if norm.running_mean is None or norm.running_var is None:
         return "it has no running statistics"
