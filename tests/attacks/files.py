@@ -715,6 +715,16 @@ def _attributes() -> None:
     }.items():
         _change(f"attribute {key} of {value}", "base", _tell(attributes={"0": {key: value}}))
     _change("attribute groups of [1]", "base", _tell(attributes={"0": {"groups": [1]}}))
+    for key, value in {  # all of them sizes of the base, none larger, but not what pruning changes
+        "stride": [1, 1],
+        "dilation": [1, 1],
+        "padding": [1, 1],
+        "kernel_size": [1, 1],
+        "groups": 1,
+        "in_channels": 3,
+        "out_channels": 4,
+    }.items():
+        _change(f"attribute {key}, which the tensors tell", "base", _tell(attributes={"0": {key: value}}))
     for value in (0, -1, True, 1.5, "8", None, [0], [[1]], {}, 2**31):
         _change(f"attribute of {value!r}", "table", _tell(attributes={"0": {"in_channels": value}}))
 

@@ -212,6 +212,23 @@ def attention_with(module: Any, heads: int) -> dict[str, Any]:
     }
 
 
+_HELD: dict[Entry, frozenset[str]] = {
+    **dict.fromkeys(_BY_TENSORS, frozenset()),
+    _layer_norm: frozenset({"normalized_shape"}),  # of norms without weights
+    _attention: frozenset({"num_heads"}),
+}
+"""What tensors do not tell of PyTorch's own modules."""
+
+
+def may_resize(module: nn.Module, key: str) -> bool:
+    """Whether pruning can change this attribute of a module though its tensors do not tell; task files may then."""
+    entry = _entry_of(module)
+    if entry is None:
+        return _is_heads(key) or _is_width(key) or _is_shape(key)
+    known = _HELD.get(entry)  # what `resizes` was given, its users answer for
+    return key in known if known is not None else not key.startswith("_")
+
+
 @resizes(nn.TransformerEncoderLayer)
 def _encoder_layer(module: Any, resize: Resize) -> dict[str, Any]:
     """PyTorch's inference fast path knows nothing of fewer heads."""
@@ -221,6 +238,9 @@ def _encoder_layer(module: Any, resize: Resize) -> dict[str, Any]:
 @resizes(nn.TransformerEncoder)
 def _encoder(module: Any, resize: Resize) -> dict[str, Any]:
     return {"use_nested_tensor": False}
+
+
+_HELD |= dict.fromkeys((_encoder_layer, _encoder), frozenset())
 
 
 # names of sizes in torchvision, timm and transformers; a false match is found by the dry run, or by the comparison
@@ -234,16 +254,30 @@ def by_name(module: Any, resize: Resize) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, current in vars(module).items():
         value = resize.base.get(key, current)
-        if key.startswith("_") or _OTHERS.search(key):
-            continue
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            if _HEADS.search(key):
+            if _is_heads(key):
                 found[key] = resize.heads(value)
-            elif _WIDTHS.search(key):
+            elif _is_width(key):
                 found[key] = resize.width(value)
-        elif isinstance(value, tuple) and "shape" in key and all(isinstance(n, int) for n in value):
+        elif isinstance(value, tuple) and _is_shape(key) and all(isinstance(n, int) for n in value):
             found[key] = tuple(resize.width(n) for n in value)
     return found
+
+
+def _is_size(key: str) -> bool:
+    return not key.startswith("_") and not _OTHERS.search(key)
+
+
+def _is_heads(key: str) -> bool:
+    return _is_size(key) and bool(_HEADS.search(key))
+
+
+def _is_width(key: str) -> bool:
+    return _is_size(key) and bool(_WIDTHS.search(key))
+
+
+def _is_shape(key: str) -> bool:
+    return _is_size(key) and "shape" in key
 
 
 # attention

@@ -6,7 +6,8 @@ import contextlib
 import math
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from spalier.pruning.modules import (
     Spread,
     attention_with,
     fold_into_,
+    may_resize,
     resized_by_shape,
     resized_by_tensors,
     spread_output,
@@ -381,10 +383,11 @@ def resized_attributes(task: Task, modules: dict[str, nn.Module]) -> dict[str, d
     for path, own in kept.items():
         if path not in found:
             found[path] = resized_by_tensors(modules[path], own) or {}
+    shares = _shares(task) if task.table.attributes else set()
     for path, values in task.table.attributes.items():
         module = modules[path]
         for key, value in values.items():
-            _check_attribute(path, key, value, module.__dict__.get(key))
+            _check_attribute(path, key, value, module, shares)
         if isinstance(module, nn.MultiheadAttention):
             heads = values.get("num_heads", module.num_heads)
             assert isinstance(heads, int)
@@ -401,13 +404,32 @@ def resized_attributes(task: Task, modules: dict[str, nn.Module]) -> dict[str, d
     return found
 
 
-def _check_attribute(path: str, key: str, value: int | tuple[int, ...], base: object) -> None:
-    """A task may make sizes smaller, and nothing else."""
+def _shares(task: Task) -> set[Fraction]:
+    """What masks leave of units, and of axes that several of them may lie on."""
+    found = {Fraction(int(mask.sum()), len(mask)) for mask in task.masks}
+    for row, cut in task.cut_rows:
+        found |= {Fraction(left, size) for left, size in zip(cut.shape, row.shape, strict=True) if left < size}
+    return found | {Fraction(1)}
+
+
+def _check_attribute(
+    path: str, key: str, value: int | tuple[int, ...], module: nn.Module, shares: Collection[Fraction]
+) -> None:
+    """A task may make sizes smaller that pruning makes smaller, by as much as its masks do, and nothing else."""
+    name, base = quoted(f"{path}.{key}"), module.__dict__.get(key)
     news = value if isinstance(value, tuple) else (value,)
     olds = base if isinstance(base, tuple) else (base,)
     fits = isinstance(value, tuple) == isinstance(base, tuple) and len(news) == len(olds)
     if not fits or not all(type(old) is int and new <= old for new, old in zip(news, olds, strict=True)):
-        raise TaskFileError("base", f"{quoted(f'{path}.{key}')} is no size of the base that could be {value}")
+        raise TaskFileError("base", f"{name} is no size of the base that could be {value}")
+    if not may_resize(module, key):
+        raise TaskFileError(
+            "base",
+            f"the task sets {name}, which pruning does not change, expected heads or widths that tensors do not tell; "
+            "if the module is your own, say how it follows (spalier.resizes) before you load the task",
+        )
+    if not all(Fraction(new, old) in shares for new, old in zip(news, olds, strict=True)):
+        raise TaskFileError("base", f"{name} is {base} in the base and {value} in the task: no mask leaves that share")
 
 
 # folding: a batch norm into the layer before it
