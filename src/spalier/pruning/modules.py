@@ -229,6 +229,32 @@ def may_resize(module: nn.Module, key: str) -> bool:
     return key in known if known is not None else not key.startswith("_")
 
 
+def misfit(module: Any) -> str:
+    """Why the tensors of one of PyTorch's layers do not fit together; empty where they do, and for other modules."""
+    own = {k: t for k, t in (*module._parameters.items(), *module._buffers.items()) if t is not None and t.dim()}
+    if isinstance(module, _NormBase | nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
+        if len({t.shape for t in own.values()}) > 1:
+            return "its tensors have unlike shapes"
+        if isinstance(module, nn.GroupNorm) and module.num_channels % module.num_groups:
+            return f"{module.num_channels} channels have no {module.num_groups} equal groups"
+    elif isinstance(module, nn.Linear | _ConvNd):
+        outputs = module.out_features if isinstance(module, nn.Linear) else module.out_channels
+        if module.bias is not None and module.bias.shape != (outputs,):
+            return f"it has {outputs} outputs, and a bias for {len(module.bias)}"
+        if len(module.weight) % getattr(module, "groups", 1):
+            return f"{len(module.weight)} channels have no {module.groups} equal groups"
+    elif isinstance(module, nn.MultiheadAttention):
+        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        parts = own["in_proj_weight"].chunk(3) if "in_proj_weight" in own else [own[name] for name in names]
+        queries, keys, values = map(len, parts)
+        width = module.out_proj.weight.shape[1]
+        if queries != keys or values != width or queries % module.num_heads or width % module.num_heads:
+            return f"{queries} queries, {keys} keys and {values} values are not for {module.num_heads} heads of {width}"
+        if "in_proj_bias" in own and len(own["in_proj_bias"]) != queries + keys + values:
+            return "its bias is for another number of channels"
+    return ""
+
+
 @resizes(nn.TransformerEncoderLayer)
 def _encoder_layer(module: Any, resize: Resize) -> dict[str, Any]:
     """PyTorch's inference fast path knows nothing of fewer heads."""

@@ -21,8 +21,10 @@ from spalier.errors import AttachmentError, ConfigError, NonFiniteError, PlanErr
 from spalier.pruning.modules import resized_by_tensors
 from spalier.pruning.plan import PRUNED_MARK, Kept, kept_of
 from spalier.pruning.prune import cut
+from spalier.structure.graph import arguments
 from spalier.structure.structure import Structure
 from spalier.tasks import rows as kinds
+from spalier.tasks.dry_run import described_inputs
 from spalier.tasks.format import architecture_digest, values_digest
 from spalier.tasks.numbers import assembled
 from spalier.tasks.rows import Ints, Placement, Row, Source
@@ -131,7 +133,8 @@ class _Extractor:
         updates = {id(u): u for owners in self.owners.values() if (u := update_of(owners)) is not None}
         learned = sum(p.numel() for u in updates.values() for p in u.parameters())
         learned += sum(t.numel() for t in tensors if id(t) in self.learned)
-        info = TaskInfo(name, settings_of(attachment.adapter), base, self._density(tensors), learned, **said)
+        density, inputs = self._density(tensors), self._inputs()
+        info = TaskInfo(name, settings_of(attachment.adapter), base, density, learned, inputs=inputs, **said)
         return Task(info, made, masks, **numbers)
 
     def _row(self, name: str) -> Row | None:
@@ -154,8 +157,10 @@ class _Extractor:
         """Whether a tensor is the task's own: it learns, or it is a buffer that has changed."""
         if isinstance(tensor, nn.Parameter):
             return id(tensor) in self.learned
-        if is_norm(self.owners[name][0].module) or name.rpartition(".")[0] in self.attachment.heads:
+        if name.rpartition(".")[0] in self.attachment.heads:
             return True
+        if is_norm(self.owners[name][0].module) and (tensor.is_floating_point() or not tensor.dim()):
+            return True  # statistics, and how many batches they are of
         base = self.bases[name]
         if self.structure is not None:
             masks = self.kept.of(self.structure, name)
@@ -219,6 +224,11 @@ class _Extractor:
             elif resized_by_tensors(module, {}) is None:
                 found[path] = {key: module.__dict__[key] for key in values}
         return found
+
+    def _inputs(self) -> dict[str, Any]:
+        """What the network was traced with, where that is known."""
+        example = None if self.structure is None else self.structure.example
+        return {} if example is None else described_inputs(*arguments(example))
 
     def _density(self, tensors: Sequence[Tensor]) -> Density:
         if self.structure is not None:
