@@ -44,6 +44,7 @@ UPWARDS = {
         "adapters/attach.py",
         "spalier.tracing",
     ): "attach_(net, adapter, example=x) traces, where it is asked to",
+    ("adapters/attach.py", "spalier.tasks.extract"): "attach_ refuses what could not be saved",
     ("tasks/task.py", "spalier.tasks.extract"): _METHODS,
     ("tasks/task.py", "spalier.tasks.base"): _METHODS,
     ("tasks/task.py", "spalier.tasks.build"): _METHODS,
@@ -70,7 +71,7 @@ CRITERIA_LAYERS = [{"probe", "relevance"}, {"criterion"}, {"lrp"}, {"score"}]
 TASKS_LAYERS = [
     {"format"},
     {"rows"},
-    {"table", "numbers"},
+    {"table", "numbers", "dry_run"},
     {"task"},
     {"base"},
     {"build", "extract"},

@@ -84,6 +84,13 @@ def attach_(
     with torch.inference_mode(False):  # what learns has to be an ordinary tensor
         summary = attach_with_(net, adapter, targets, head, norms)
     attachment_of(net).structure = structure
+    from spalier.tasks.extract import check_savable  # it stands above this package, too
+
+    try:
+        check_savable(net, structure)  # now, and not after hours of training
+    except BaseException:
+        detach_(net)
+        raise
     return summary
 
 
