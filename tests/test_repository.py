@@ -44,7 +44,6 @@ UPWARDS = {
         "adapters/attach.py",
         "spalier.tracing",
     ): "attach_(net, adapter, example=x) traces, where it is asked to",
-    ("adapters/attach.py", "spalier.tasks.extract"): "attach_ refuses what could not be saved",
     ("tasks/task.py", "spalier.tasks.extract"): _METHODS,
     ("tasks/task.py", "spalier.tasks.base"): _METHODS,
     ("tasks/task.py", "spalier.tasks.build"): _METHODS,

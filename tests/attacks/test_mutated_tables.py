@@ -12,13 +12,13 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from attacks.parts import Parts, pack, unpack
-from attacks.test_fuzz import fit, mutate
 from support import assert_unchanged, awaken_, snapshot
 from torch import nn
 from trained import EXAMPLE, DigitNet
 
 import spalier as sp
+from attacks.parts import Parts, pack, unpack
+from attacks.test_fuzz import fit, mutate
 from spalier.errors import TaskFileError
 
 COUNT = int(os.environ.get("SPALIER_MUTATIONS", "60"))

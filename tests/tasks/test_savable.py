@@ -70,7 +70,7 @@ def test_tensors_that_a_file_cannot_hold(weight, match):
 
 
 def test_numbers_of_eight_bits_cannot_learn():
-    with pytest.raises(SpalierError, match="float8_e4m3fn.* a task file cannot hold it"):
+    with pytest.raises(SpalierError, match=r"float8_e4m3fn.* a task file cannot hold it"):
         sp.attach_(Odd(torch.zeros(4, dtype=torch.float8_e4m3fn)), sp.SPLoRA(rank=2))
 
 
@@ -108,6 +108,16 @@ def check_saved(base, example, head, most):
     assert len(task.table.to_bytes()[0]) < most
     with torch.no_grad():
         torch.testing.assert_close(task.build(base)(example), net.eval()(example), rtol=1e-3, atol=1e-4)
+
+
+def test_inputs_that_are_too_large_to_state_are_left_out():
+    net = nn.Sequential(nn.Linear(2**12, 4), nn.ReLU(), nn.Linear(4, 2))
+    base = copy.deepcopy(net)
+    x = torch.zeros(2**12 + 1, 2**12)
+    sp.attach_(net, sp.SPLoRA(rank=2), example=x)
+    task = sp.Task.of(net, "a")
+    assert not task.info.inputs
+    task.build(base)
 
 
 def test_forty_concatenations():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -84,10 +85,10 @@ def attach_(
     with torch.inference_mode(False):  # what learns has to be an ordinary tensor
         summary = attach_with_(net, adapter, targets, head, norms)
     attachment_of(net).structure = structure
-    from spalier.tasks.extract import check_savable  # it stands above this package, too
-
+    # tasks stand above this package, too; by name, as mypy mixes up modules and functions in so large a circle
+    extract = import_module("spalier.tasks.extract")
     try:
-        check_savable(net, structure)  # now, and not after hours of training
+        extract.check_savable(net, structure)  # now, and not after hours of training
     except BaseException:
         detach_(net)
         raise
@@ -330,8 +331,8 @@ def _row(name: str, module: nn.Module, own: dict[str, nn.Parameter], plan: _Plan
 
 def _check_unwrapped(net: object) -> None:
     """Refuse what wraps the network: its tensors have other names there, under which no base could take a task."""
-    parallel = nn.DataParallel | nn.parallel.DistributedDataParallel
-    key = "module" if isinstance(net, parallel) else "_orig_mod"  # which torch.compile gives
+    is_parallel = isinstance(net, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    key = "module" if is_parallel else "_orig_mod"  # which torch.compile gives
     if isinstance(net, nn.Module) and list(net._modules) == [key]:
         inner = type(net._modules[key]).__name__
         raise AttachmentError(

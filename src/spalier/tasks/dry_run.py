@@ -26,9 +26,11 @@ MAX_NUMEL = 1 << 28
 MAX_INPUT = 1 << 24
 """How many numbers all inputs may have."""
 _DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8)
-    + (torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128)
+    name: getattr(torch, name)
+    for name in (
+        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+        *("bool", "uint8", "int8", "int16", "int32", "int64"),
+    )
 }
 
 
@@ -36,10 +38,12 @@ _DTYPES = {
 
 
 def described_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call as plain data, tensors by dtype and shape; empty where a file cannot say what they are."""
+    """The arguments of a call as plain data, tensors by dtype and shape; empty where a file cannot say that."""
     try:
-        found = {"args": [_described(value) for value in args]}
-        return found | {"kwargs": {key: _described(value) for key, value in kwargs.items()}}
+        found: dict[str, Any] = {"args": [_described(value) for value in args]}
+        found |= {"kwargs": {key: _described(value) for key, value in kwargs.items()}}
+        check_inputs(found)
+        return found
     except (TypeError, TaskFileError):
         return {}
 
@@ -191,6 +195,18 @@ def _product(x: Tensor, other: Tensor) -> Sequence[int] | None:
     return (*x.shape[:-1], other.shape[-1])
 
 
+def _pairwise(x: Tensor, other: Any, **kwargs: Any) -> Sequence[int] | None:
+    if kwargs or not isinstance(other, Tensor) or other.dtype != x.dtype:
+        return None
+    return torch.broadcast_shapes(x.shape, other.shape)
+
+
+def _in_place(x: Tensor, other: Any, **kwargs: Any) -> Sequence[int] | None:
+    shape = _pairwise(x, other, **kwargs)
+    _fits(shape is None or tuple(shape) == tuple(x.shape), "a sum in place", x.shape)
+    return shape
+
+
 _RULES: dict[Any, Callable[..., Sequence[int] | None]] = {
     F.linear: _linear,
     **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d), _convolution),
@@ -198,6 +214,9 @@ _RULES: dict[Any, Callable[..., Sequence[int] | None]] = {
     F.layer_norm: _layer_norm,
     F.scaled_dot_product_attention: _attention,
     **dict.fromkeys((torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__), _product),
-    **dict.fromkeys((F.relu, F.gelu, F.silu, F.softmax, F.dropout), lambda x, *args, **kwargs: x.shape),
+    **dict.fromkeys((torch.add, torch.mul, Tensor.add, Tensor.mul, Tensor.__add__, Tensor.__mul__), _pairwise),
+    **dict.fromkeys((Tensor.add_, Tensor.mul_, Tensor.__iadd__, Tensor.__imul__), _in_place),
+    **dict.fromkeys(
+        (F.relu, F.gelu, F.silu, F.softmax, F.dropout, torch.relu, Tensor.relu), lambda x, *args, **kwargs: x.shape
+    ),
 }
-
