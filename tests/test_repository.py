@@ -70,7 +70,7 @@ CRITERIA_LAYERS = [{"probe", "relevance"}, {"criterion"}, {"lrp"}, {"score"}]
 TASKS_LAYERS = [
     {"format"},
     {"rows"},
-    {"table", "numbers"},
+    {"table", "numbers", "dry_run"},
     {"task"},
     {"base"},
     {"build", "extract"},

@@ -15,7 +15,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ from spalier.pruning.plan import PRUNED_MARK, Indices, Kept, Plan, Prediction, c
 from spalier.pruning.prune import cut_geometry, prune_
 from spalier.structure.graph import arguments, copied
 from spalier.structure.structure import Structure
-from spalier.timing import take_turns
+from spalier.timing import lower_quartile, take_turns
 
 Ranks = Mapping[str, int]
 """How many components of each adapter stay, by the path of its layer."""
@@ -224,8 +223,14 @@ def _left_of(update: Update, weight: Tensor, indices: Indices | None, rank: int 
 
 # budgets of time
 
-GRID = (0.125, 0.25, 0.5, 1.0)
-"""The shares of a layer's inputs and outputs at which it is timed."""
+GRID = (0.125, 1.0)
+"""The shares of a layer's inputs and outputs at which it is timed.
+
+What a layer takes is nearly linear in both, and the whole network is measured anyway: more points cost more than they
+tell, as each is a shape that PyTorch has to prepare for.
+"""
+ROUNDS = 4
+"""How often a network is timed, in turns with the unpruned one."""
 ATTEMPTS = 3
 """How often what was measured corrects the table."""
 Floats = npt.NDArray[np.float64]
@@ -239,7 +244,9 @@ class Latency:
         self.example = copied(meter.structure.example if example is None else example)
         if self.example is None:
             raise BudgetError("a budget of latency needs an example batch; pass example=")
-        self.base = _base_of(net)
+        self.plain = _plain(net)
+        """The network as it is, fused: it has no adapters, so ranks say nothing."""
+        self.base = _base_of(net, self.plain)
         # times differ from rank to rank, and plans must not
         found: tuple[dict[str, Floats], float] = from_first_rank(self._measured_layers)
         self.layers, self.rest = found
@@ -249,17 +256,18 @@ class Latency:
     ) -> tuple[int, float, float]:
         """How many steps bring the measured time within its share, that time, and the unpruned network's."""
         total = self._looked_up(self.meter.whole)
-        correction = 1.0
         tried: dict[int, tuple[float, float]] = {}
+        known = [(0.0, 0.0), (1.0, 1.0)]  # what the table says, and what was measured
         for _ in range(ATTEMPTS):
-            limit = share * total / correction
+            said, measured = zip(*sorted(known), strict=True)
+            aim = float(np.interp(0.975 * share, np.maximum.accumulate(measured), said))
+            limit = max(aim, 1e-9) * total
             found = first_step(most, lambda n, limit=limit: self._looked_up(kept_at(n)) <= limit)  # type: ignore[misc]
             steps = most if found is None else found
             if steps in tried:
                 break
             small, base = tried[steps] = self._measured(plan_at(steps), total)
-            # how much longer the network takes than the table says
-            correction = (small / base) / max(self._looked_up(kept_at(steps)) / total, 1e-9)
+            known.append((self._looked_up(kept_at(steps)) / total, small / base))
             if 0.95 * share <= small / base <= share:
                 break
         while not _within(tried, share) and max(tried) < most:  # the table was too hopeful: go on
@@ -287,7 +295,7 @@ class Latency:
 
     def _timed(self, plan: Plan, total: float) -> tuple[float, float]:
         """Seconds of the pruned and of the unpruned network, in turns."""
-        small = _plain(self.net)  # fused: it has no adapters any more, so ranks say nothing
+        small = copy.deepcopy(self.plain)
         prune_(small, Plan(plan.structure, plan.keep, writers=plan.writers), check=False)
         if self.base is None:
             return seconds([small], self.example)[0], total
@@ -296,15 +304,11 @@ class Latency:
 
     def _measured_layers(self) -> tuple[dict[str, Floats], float]:
         """For each layer, seconds at each point of the grid; and what is left of the whole network's time."""
-        net = _plain(self.net)
-        known: dict[Any, Floats] = {}
-        layers: dict[str, Floats] = {}
-        for name, (layer, shape) in _layer_inputs(net, self.example).items():
-            key = (repr(layer), shape)  # equal layers are timed once
-            if key not in known:
-                known[key] = _timed_grid(layer, shape)
-            layers[name] = known[key]
-        (total,) = seconds([net], self.example)
+        inputs = _layer_inputs(self.plain, self.example)
+        alike = {name: f"{layer} on {shape}" for name, (layer, shape) in inputs.items()}
+        known = _timed_grids({alike[name]: entry for name, entry in inputs.items()})  # equal layers are timed once
+        layers = {name: known[key] for name, key in alike.items()}
+        (total,) = seconds([self.plain], self.example)
         return layers, max(total - sum(float(grid[-1, -1]) for grid in layers.values()), 0.0)
 
     def _looked_up(self, kept: Kept) -> float:
@@ -341,10 +345,10 @@ def _plain(net: nn.Module) -> nn.Module:
     return (fuse(net) if is_marked(net) else copy.deepcopy(net)).eval()
 
 
-def _base_of(net: nn.Module) -> nn.Module | None:
+def _base_of(net: nn.Module, plain: nn.Module) -> nn.Module | None:
     """The unpruned network, if it can be had."""
     if PRUNED_MARK not in net.__dict__:
-        return _plain(net)
+        return plain
     if not is_marked(net):
         return None
     twin = copy.deepcopy(net)
@@ -353,11 +357,11 @@ def _base_of(net: nn.Module) -> nn.Module | None:
 
 
 @torch.no_grad()
-def seconds(nets: list[nn.Module], example: Any, rounds: int = 9) -> list[float]:
-    """The median time of one forward of each network, measured in turns."""
+def seconds(nets: list[nn.Module], example: Any, rounds: int = ROUNDS) -> list[float]:
+    """The time of one forward of each network, measured in turns; the lower quartile, as other work only adds time."""
     args, kwargs = arguments(example)
     calls = {str(number): partial(net, *args, **kwargs) for number, net in enumerate(nets)}
-    return [median(times) for _, times in take_turns(calls, rounds=rounds).values()]
+    return [lower_quartile(times) for _, times in take_turns(calls, rounds=rounds).values()]
 
 
 def _layer_inputs(net: nn.Module, example: Any) -> dict[str, tuple[Any, tuple[int, ...]]]:
@@ -384,22 +388,25 @@ def _layer_inputs(net: nn.Module, example: Any) -> dict[str, tuple[Any, tuple[in
 
 
 @torch.no_grad()
-def _timed_grid(layer: Any, shape: tuple[int, ...]) -> Floats:
-    """Seconds of a layer at each share of its outputs and inputs, all of them in turns."""
-    axis = len(shape) - 1 if isinstance(layer, nn.Linear) else len(shape) - layer.weight.dim() + 1
+def _timed_grids(layers: Mapping[str, tuple[Any, tuple[int, ...]]]) -> dict[str, Floats]:
+    """Seconds of each layer at each share of its outputs and inputs, all of them in turns."""
+    points = [(out, into) for out in GRID for into in GRID]
     calls = {}
-    for out, into in ((out, into) for out in GRID for into in GRID):
-        outputs, inputs = (
-            max(1, round(share * size)) for share, size in zip((out, into), layer.weight.shape[:2], strict=True)
-        )
-        narrow = copy.copy(layer)
-        narrow._parameters = {
-            **layer._parameters,
-            "weight": nn.Parameter(layer.weight[:outputs, :inputs].clone(), requires_grad=False),
-            "bias": None if layer.bias is None else nn.Parameter(layer.bias[:outputs].clone(), False),
-        }
-        size = [inputs if a == axis else n for a, n in enumerate(shape)]
-        x = torch.ones(size, dtype=layer.weight.dtype, device=layer.weight.device)
-        calls[f"{out} {into}"] = partial(narrow.forward, x)  # past hooks: a gather behind it, say
-    times = [median(each) for _, each in take_turns(calls, rounds=3).values()]
-    return np.array(times).reshape(len(GRID), len(GRID))
+    for name, (layer, shape) in layers.items():
+        axis = len(shape) - 1 if isinstance(layer, nn.Linear) else len(shape) - layer.weight.dim() + 1
+        for point in points:
+            outputs, inputs = (
+                max(1, round(share * size)) for share, size in zip(point, layer.weight.shape[:2], strict=True)
+            )
+            narrow = copy.copy(layer)
+            narrow._parameters = {
+                **layer._parameters,
+                "weight": nn.Parameter(layer.weight[:outputs, :inputs].clone(), requires_grad=False),
+                "bias": None if layer.bias is None else nn.Parameter(layer.bias[:outputs].clone(), False),
+            }
+            size = [inputs if a == axis else n for a, n in enumerate(shape)]
+            x = torch.ones(size, dtype=layer.weight.dtype, device=layer.weight.device)
+            calls[f"{name} at {point}"] = partial(narrow.forward, x)  # past hooks: a gather behind it, say
+    taken = {key: lower_quartile(times) for key, (_, times) in take_turns(calls, rounds=3).items()}
+    shape = (len(GRID), len(GRID))
+    return {name: np.array([taken[f"{name} at {point}"] for point in points]).reshape(shape) for name in layers}

@@ -113,6 +113,8 @@ def _without_collection() -> Iterator[None]:
 def _repeats(call: Call, seconds: float, clock: Clock) -> int:
     """How many calls take that long. The first call is not timed: it may pay for one-time work."""
     call()
+    if not seconds:
+        return 1
     took = _timed(call, clock)
     return MAX_CALLS if took * MAX_CALLS <= seconds else max(1, math.ceil(seconds / took))
 

@@ -510,3 +510,13 @@ def test_a_computed_weight_is_left_frozen_and_listed(norm):
     }
     x = torch.randn(2, 3)
     torch.testing.assert_close(sp.fuse(net)(x), net(x))
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda net: torch.compile(net, backend="eager")])
+@pytest.mark.parametrize("example", [None, torch.zeros(2, 3, 8, 8)])
+def test_what_wraps_a_network_is_refused_before_anything_is_learned(wrap, example):
+    """Its tensors have other names there, and no base could be built from a task with these."""
+    net = tiny_cnn()
+    with pytest.raises(AttachmentError, match=r"wraps the network .*Sequential.* attach_ on the network itself"):
+        sp.attach_(wrap(net), sp.SPLoRA(rank=2), example=example)
+    sp.attach_(net, sp.SPLoRA(rank=2))  # nothing was changed

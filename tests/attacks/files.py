@@ -715,8 +715,60 @@ def _attributes() -> None:
     }.items():
         _change(f"attribute {key} of {value}", "base", _tell(attributes={"0": {key: value}}))
     _change("attribute groups of [1]", "base", _tell(attributes={"0": {"groups": [1]}}))
+    for key, value in {  # all of them sizes of the base, none larger, but not what pruning changes
+        "stride": [1, 1],
+        "dilation": [1, 1],
+        "padding": [1, 1],
+        "kernel_size": [1, 1],
+        "groups": 1,
+        "in_channels": 3,
+        "out_channels": 4,
+    }.items():
+        _change(f"attribute {key}, which the tensors tell", "base", _tell(attributes={"0": {key: value}}))
     for value in (0, -1, True, 1.5, "8", None, [0], [[1]], {}, 2**31):
         _change(f"attribute of {value!r}", "table", _tell(attributes={"0": {"in_channels": value}}))
+
+
+def _inputs() -> None:
+    bad: dict[str, object] = {
+        "a list": [],
+        "without kwargs": {"args": []},
+        "with more": {"args": [], "kwargs": {}, "more": []},
+        "args a dict": {"args": {}, "kwargs": {}},
+        "kwargs a list": {"args": [], "kwargs": []},
+        "a list without a kind": {"args": [[]], "kwargs": {}},
+        "a kind that is not known": {"args": [["set", []]], "kwargs": {}},
+        "a dtype that is not known": {"args": [["tensor", "qint8", [1]]], "kwargs": {}},
+        "a dtype of Python's": {"args": [["tensor", "__class__", [1]]], "kwargs": {}},
+        "a negative size": {"args": [["tensor", "float32", [-1]]], "kwargs": {}},
+        "a bool for a size": {"args": [["tensor", "float32", [True]]], "kwargs": {}},
+        "2^24+1 numbers": {"args": [["tensor", "float32", [2**24 + 1]]], "kwargs": {}},
+        "2^25 numbers in two": {"args": [["tensor", "float32", [2**24]]] * 2, "kwargs": {}},
+        "2^62 numbers": {"args": [["tensor", "float32", [2**24, 2**24, 2**14]]], "kwargs": {}},
+        "17 axes": {"args": [["tensor", "float32", [1] * 17]], "kwargs": {}},
+        "deep": {"args": [json.loads('["list",[' * 20 + "]]" * 20)], "kwargs": {}},
+        "text with an escape": {"args": ["\x1b[2J"], "kwargs": {}},
+    }
+    for name, value in bad.items():
+        _change(f"inputs: {name}", "text" if "escape" in name else "metadata", _say(inputs=value))
+    # what fits for each layer, and not for the one that reads it
+    _change("a reader that is not cut", "table", _uncut(4, 1), signed=True)
+    _change("a writer that is not cut", "table", _uncut(4, 0), signed=True)
+    _change("norms that are not cut", "table", _uncut(2, 0), signed=True)
+    _change("a head that is not cut", "table", _uncut(7, 1), signed=True)
+
+
+def _uncut(number: int, axis: int) -> Callable[[Parts], object]:
+    """A row without masks on an axis, and with as many numbers as that takes."""
+
+    def change(parts: Parts) -> None:
+        parts.table["rows"][number][3][axis] = 0
+        kinds = {"values": "values", "low-rank": "adapters"}
+        name = kinds[parts.table["rows"][number][4][0]]
+        more = {(4, 1): 8, (4, 0): 4, (2, 0): 16, (7, 1): 6}[number, axis]
+        parts.set_numbers(name, parts.numbers(name) + [0.5] * more)
+
+    return change
 
 
 def _folds() -> None:
@@ -814,6 +866,7 @@ for _group in (
     _sources,
     _patterns,
     _attributes,
+    _inputs,
     _folds,
     _bits,
     _numbers,

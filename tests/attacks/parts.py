@@ -91,9 +91,9 @@ class Parts:
             raw = struct.pack(f"<{len(numbers)}{NUMBERS[dtype]}", *numbers)
         self.tensors[name] = dtype, raw
 
-    def sign(self) -> None:
+    def sign(self, net: nn.Module | None = None) -> None:
         """Say that the base is the right one, whatever the table says, as a stranger would who has the base."""
-        known, table = Base(base()), self.table
+        known, table = Base(base() if net is None else net), self.table
         own = {
             ".".join(filter(None, (path, key)))
             for path, keys, _, _, source in table["rows"]

@@ -225,7 +225,7 @@ def test_mutated_tables(loads, seed):
     loads(pack(parts), fold=random.random() < 0.5)
 
 
-def fit(parts: Parts) -> None:
+def fit(parts: Parts, net=None) -> None:
     """Make masks and numbers as many as the table asks for, and sign it, where it is sound enough for that."""
     try:
         table = Table.from_bytes(*_deflated(parts.table), parts.description["format"])
@@ -234,7 +234,7 @@ def fit(parts: Parts) -> None:
             raw = parts.tensors["masks"][1].ljust(size, b"\x01")[:size]
             parts.tensors["masks"] = "U8", raw
             _fit_numbers(parts, table, table.unpack(np.frombuffer(raw, np.uint8)))
-        parts.sign()
+        parts.sign(net)
     except (TaskFileError, KeyError, TypeError, ValueError):
         pass  # the loader has to say so too
 

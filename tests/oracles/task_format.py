@@ -1,8 +1,10 @@
 """A second reader of task files, written from docs/task-format.md alone: slow, obvious, in float64."""
 
 import json
+import re
 import struct
 import zlib
+from fractions import Fraction
 
 import numpy as np
 
@@ -199,6 +201,34 @@ def network(path, base):
     assert not len(values)
     assert not integers
     return found
+
+
+HEADS, SIZES = r"heads?$|_heads?_|^nhead", r"shape"
+WIDTHS = r"dim|chan|chs|feature|width|hidden|plane|d_model|embed|head_size|split_size|proj"
+OTHERS = r"patch|image|img|window|kernel|class|vocab|seq|pos|max|min|axis|num_dim|ndim|^dim_?$|^_"
+
+
+def attributes(path, size_of):
+    """The attributes that a file sets, by module; ``size_of`` tells a module's class and what the base has there."""
+    description, table, tensors = read(path)
+    masks, rows = masks_of(table, tensors["masks"]), rows_of(description["format"], table)
+    shares = {Fraction(sum(mask), len(mask)) for mask in masks} | {Fraction(1)}
+    for _, _, shape, axes, _ in rows:
+        lefts = [len(stays(axis, size, masks)) for axis, size in zip(axes, shape, strict=True)]
+        shares |= {Fraction(left, size) for left, size in zip(lefts, shape, strict=True) if size}
+    for module, values in table["attributes"].items():
+        for key, value in values.items():
+            kind, base = size_of(module, key)
+            if kind == "MultiheadAttention":
+                assert key == "num_heads"
+            elif kind in ("LayerNorm", "RMSNorm"):
+                assert key == "normalized_shape"
+            else:
+                assert any(re.search(names, key) for names in (HEADS, SIZES, WIDTHS))
+                assert not re.search(OTHERS, key)
+            pairs = zip(value, base, strict=True) if isinstance(value, list) else [(value, base)]
+            assert all(Fraction(new, old) in shares for new, old in pairs)
+    return table["attributes"]
 
 
 def adapt(small, kind, sizes, shape, left, adapters):

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -86,6 +87,24 @@ def test_verify_finds_what_is_wrong_and_goes_on(base, tmp_path):
     other[0].weight.data.mul_(2)  # past PyTorch's count of writes
     assert not any(e.is_sound for e in store.verify(other))
     assert found["good"].info.name == "good"
+
+
+def test_a_file_that_was_renamed_is_called_like_its_file(base, tmp_path):
+    store = sp.Store(tmp_path)
+    store.add(task_of(base, "birds"))
+    store.path("birds").rename(store.path("flowers"))
+    said = r"flowers\.task\.safetensors holds a task that calls itself 'birds'; here it is 'flowers'"
+    with pytest.warns(UserWarning, match=said):
+        task = store.load("flowers")
+    assert task.name == "flowers"
+    found = store.verify(base)
+    assert found[0].is_sound
+    assert "flowers" in str(found)
+    assert "sound, calls itself birds" in str(found)
+    store.add(task, overwrite=True)
+    with warnings.catch_warnings(action="error"):
+        assert store.load("flowers").name == "flowers"
+        assert "calls itself" not in str(store.list())
 
 
 def test_a_store_is_a_folder(tmp_path):

@@ -234,6 +234,21 @@ class RawInputAdded(nn.Module):
         return x + self.out(x)
 
 
+class WholeNumbers(nn.Module):
+    """Buffers of whole numbers and of truth values that go with the channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.fc = conv(3, 8), conv(8, 6), nn.Linear(6, 4)
+        self.register_buffer("steps", torch.arange(1, 9).view(8, 1, 1))
+        self.register_buffer("gates", torch.tensor([True, False, True] * 2))
+
+    def forward(self, x):
+        x = self.first(x) * self.steps
+        x = torch.where(self.gates[:, None, None], self.second(x), 0.5)
+        return self.fc(x.mean((2, 3)))
+
+
 def entries() -> list[Entry]:
     return pictures(
         FunctionalWeights,
@@ -251,4 +266,5 @@ def entries() -> list[Entry]:
         Resized,
         Unfolded,
         RawInputAdded,
+        WholeNumbers,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ def attach_(
     3      Linear               18     -       18  head
     learned: 56 of 258 parameters (21.7%)
     """
+    _check_unwrapped(net)
     structure = None
     if example is not None and isinstance(net, nn.Module):
         from spalier.tracing import trace  # only pruning needs it, and it stands above this package
@@ -83,6 +85,13 @@ def attach_(
     with torch.inference_mode(False):  # what learns has to be an ordinary tensor
         summary = attach_with_(net, adapter, targets, head, norms)
     attachment_of(net).structure = structure
+    # tasks stand above this package, too; by name, as mypy mixes up modules and functions in so large a circle
+    extract = import_module("spalier.tasks.extract")
+    try:
+        extract.check_savable(net, structure)  # now, and not after hours of training
+    except BaseException:
+        detach_(net)
+        raise
     return summary
 
 
@@ -321,6 +330,18 @@ def _row(name: str, module: nn.Module, own: dict[str, nn.Parameter], plan: _Plan
     adapted = sum(geometry.numel for geometry, _ in fits)
     learned = also + sum(fit.learned for _, fit in fits)
     return Row(name, kind, parameters, fits[0][1].rank, learned, "adapter", adapted + also)
+
+
+def _check_unwrapped(net: object) -> None:
+    """Refuse what wraps the network: its tensors have other names there, under which no base could take a task."""
+    is_parallel = isinstance(net, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    key = "module" if is_parallel else "_orig_mod"  # which torch.compile gives
+    if isinstance(net, nn.Module) and list(net._modules) == [key]:
+        inner = type(net._modules[key]).__name__
+        raise AttachmentError(
+            f"this {type(net).__name__} wraps the network (a {inner}), and what it learns would be saved under names "
+            f"that no base has; call attach_ on the network itself (net.{key}), and wrap that afterwards"
+        )
 
 
 def _check_arguments(net: object, adapter: object, targets: object, norms: object) -> None:

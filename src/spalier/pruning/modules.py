@@ -215,6 +215,49 @@ def attention_with(module: Any, heads: int) -> dict[str, Any]:
     }
 
 
+_HELD: dict[Entry, frozenset[str]] = {
+    **dict.fromkeys(_BY_TENSORS, frozenset()),
+    _layer_norm: frozenset({"normalized_shape"}),  # of norms without weights
+    _attention: frozenset({"num_heads"}),
+}
+"""What tensors do not tell of PyTorch's own modules."""
+
+
+def may_resize(module: nn.Module, key: str) -> bool:
+    """Whether pruning can change this attribute of a module though its tensors do not tell; task files may then."""
+    entry = _entry_of(module)
+    if entry is None:
+        return _is_heads(key) or _is_width(key) or _is_shape(key)
+    known = _HELD.get(entry)  # what `resizes` was given, its users answer for
+    return key in known if known is not None else not key.startswith("_")
+
+
+def misfit(module: Any) -> str:
+    """Why the tensors of one of PyTorch's layers do not fit together; empty where they do, and for other modules."""
+    own = {k: t for k, t in (*module._parameters.items(), *module._buffers.items()) if t is not None and t.dim()}
+    if isinstance(module, _NormBase | nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
+        if len({t.shape for t in own.values()}) > 1:
+            return "its tensors have unlike shapes"
+        if isinstance(module, nn.GroupNorm) and module.num_channels % module.num_groups:
+            return f"{module.num_channels} channels have no {module.num_groups} equal groups"
+    elif isinstance(module, nn.Linear | _ConvNd):
+        outputs = module.out_features if isinstance(module, nn.Linear) else module.out_channels
+        if module.bias is not None and module.bias.shape != (outputs,):
+            return f"it has {outputs} outputs, and a bias for {len(module.bias)}"
+        if len(module.weight) % getattr(module, "groups", 1):
+            return f"{len(module.weight)} channels have no {module.groups} equal groups"
+    elif isinstance(module, nn.MultiheadAttention):
+        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        parts = own["in_proj_weight"].chunk(3) if "in_proj_weight" in own else [own[name] for name in names]
+        queries, keys, values = map(len, parts)
+        width = module.out_proj.weight.shape[1]
+        if queries != keys or values != width or queries % module.num_heads or width % module.num_heads:
+            return f"{queries} queries, {keys} keys and {values} values are not for {module.num_heads} heads of {width}"
+        if "in_proj_bias" in own and len(own["in_proj_bias"]) != queries + keys + values:
+            return "its bias is for another number of channels"
+    return ""
+
+
 @resizes(nn.TransformerEncoderLayer)
 def _encoder_layer(module: Any, resize: Resize) -> dict[str, Any]:
     """PyTorch's inference fast path knows nothing of fewer heads."""
@@ -224,6 +267,9 @@ def _encoder_layer(module: Any, resize: Resize) -> dict[str, Any]:
 @resizes(nn.TransformerEncoder)
 def _encoder(module: Any, resize: Resize) -> dict[str, Any]:
     return {"use_nested_tensor": False}
+
+
+_HELD |= dict.fromkeys((_encoder_layer, _encoder), frozenset())
 
 
 # names of sizes in torchvision, timm and transformers; a false match is found by the dry run, or by the comparison
@@ -237,16 +283,30 @@ def by_name(module: Any, resize: Resize) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, current in vars(module).items():
         value = resize.base.get(key, current)
-        if key.startswith("_") or _OTHERS.search(key):
-            continue
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            if _HEADS.search(key):
+            if _is_heads(key):
                 found[key] = resize.heads(value)
-            elif _WIDTHS.search(key):
+            elif _is_width(key):
                 found[key] = resize.width(value)
-        elif isinstance(value, tuple) and "shape" in key and all(isinstance(n, int) for n in value):
+        elif isinstance(value, tuple) and _is_shape(key) and all(isinstance(n, int) for n in value):
             found[key] = tuple(resize.width(n) for n in value)
     return found
+
+
+def _is_size(key: str) -> bool:
+    return not key.startswith("_") and not _OTHERS.search(key)
+
+
+def _is_heads(key: str) -> bool:
+    return _is_size(key) and bool(_HEADS.search(key))
+
+
+def _is_width(key: str) -> bool:
+    return _is_size(key) and bool(_WIDTHS.search(key))
+
+
+def _is_shape(key: str) -> bool:
+    return _is_size(key) and "shape" in key
 
 
 # attention

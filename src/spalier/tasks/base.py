@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -91,8 +91,10 @@ class Base:
         }
         """For each parameter whether it learns; None for buffers."""
         self.modules = dict(net.named_modules())
-        self.fitting: WeakSet[Table] = WeakSet()
-        """The tables that were found to fit."""
+        self.fitting: WeakKeyDictionary[Table, frozenset[int]] = WeakKeyDictionary()
+        """The tables that were found to fit, and the masks that had units gone then."""
+        self.outputs: dict[str, list[tuple[int, ...]] | None] = {}
+        """The shapes that the base returns, by what it is given."""
         self._described = described(net)
         self._architectures: dict[tuple[str, ...], str] = {}
         self._weights: dict[str, Weight] = {}

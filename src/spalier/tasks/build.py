@@ -6,7 +6,8 @@ import contextlib
 import math
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,14 @@ from spalier.pruning.modules import (
     Spread,
     attention_with,
     fold_into_,
+    may_resize,
+    misfit,
     resized_by_shape,
     resized_by_tensors,
     spread_output,
 )
 from spalier.tasks.base import NUMPY_DTYPES, Base, Weight
+from spalier.tasks.dry_run import inputs_of, output_shapes, zeros
 from spalier.tasks.format import largest, quoted
 from spalier.tasks.rows import Adapted, Cut, Delta, Ints, LowRank, Pointwise
 from spalier.tasks.table import Table
@@ -41,12 +45,7 @@ def build(task: Task, base: Base, *, fold: bool, share: bool, pool: Pool | None 
     with torch.inference_mode(False), np.errstate(all="ignore"):  # what is not finite is found afterwards
         builder = _Builder(task, base, pool or Pool(), share=share)
         modules = base.copy_with(builder.tensors())
-        for path, attributes in resized_attributes(task, modules).items():
-            modules[path].__dict__.update(attributes)
-        for writer, own in task.spreads:
-            module = modules[writer.module]
-            module.add_module(NAME, Spread(own, writer.axis).to(builder.device).eval())
-            module.register_forward_hook(spread_output)
+        _follow_(task, modules, builder.device)
         if fold:
             fold_(modules, task.table.folds)
     return modules[""]
@@ -68,11 +67,16 @@ def check_base(task: Task, base: Base) -> None:
     table = task.table
     if table not in base.fitting:
         _check_table(table, base)
-        base.fitting.add(table)
     if base.architecture(table.heads) != task.info.base.architecture:
         raise _misfit(f"the task was learned on another architecture than this {type(base.net).__name__}")
     if base.values_without(table.own) != task.info.base.values:
         raise _misfit("the base has other weights than the one that the task was learned on", code="base-values")
+    _check_left(task)
+    # what fits with some units gone fits with others gone; attributes go with the masks of one task
+    cut = {number for number, mask in enumerate(task.masks) if not mask.all()}
+    if table.attributes or table not in base.fitting or not cut <= base.fitting[table]:
+        _check_runs(task, base)
+        base.fitting[table] = base.fitting.get(table, frozenset()) | cut
 
 
 def _check_table(table: Table, base: Base) -> None:
@@ -86,7 +90,8 @@ def _check_table(table: Table, base: Base) -> None:
             if tensor.shape != row.shape and not may_differ:
                 shape = tuple(tensor.shape)
                 raise _misfit(f"{quoted(name)} has shape {shape} in the base, expected {row.shape}")
-            if tensor.is_floating_point() == (row.source == "integers"):
+            # what is the base's may hold whole numbers or truth values, too
+            if row.source != "base" and tensor.is_floating_point() == (row.source == "integers"):
                 raise _misfit(f"{quoted(name)} is {tensor.dtype} in the base")
             if not isinstance(row.source, str):
                 source, geometry = row.source, base.geometry(name)
@@ -97,6 +102,74 @@ def _check_table(table: Table, base: Base) -> None:
     for path in (*(w.module for w in table.writers), *table.attributes, *table.heads, *folds):
         if path not in base.modules:
             raise _misfit(f"the base has no module {quoted(path)}")
+
+
+def _check_left(task: Task) -> None:
+    """Whether masks that lie on one axis together leave anything of it."""
+    for row, cut in task.cut_rows:
+        if 0 in cut.shape and 0 not in row.shape:
+            raise TaskFileError("mask", f"the masks leave nothing of {quoted(row.names[0])}")
+
+
+def _check_runs(task: Task, base: Base) -> None:
+    """Whether layers fit together, and the network runs as the base does and returns as much."""
+    modules = _hollow(task, base)
+    _follow_(task, modules, torch.device("cpu"))
+    for path in {row.path for row in task.table.rows}:
+        if reason := misfit(modules[path]):
+            raise TaskFileError("table", f"what is left of {quoted(path)} does not fit together: {reason}")
+    inputs = task.info.inputs
+    wanted = _outputs_of_base(task, base) if inputs else None
+    if wanted is None:
+        return
+    try:
+        found = output_shapes(modules[""], *inputs_of(inputs))
+    except Exception as error:  # whatever the network's own code raises
+        message = f"what the task leaves of the base does not run: {quoted(error)}; make the task anew"
+        raise TaskFileError("table", message) from error
+    if found != wanted:
+        message = f"what the task leaves of the base returns {quoted(found)}, expected {quoted(wanted)}"
+        raise TaskFileError("table", message)
+
+
+def _outputs_of_base(task: Task, base: Base) -> list[tuple[int, ...]] | None:
+    """The shapes that the base, with the task's heads, returns; None where it needs values, or other inputs, to run."""
+    heads = {row.names: row.shape for row in task.table.rows if row.path in task.table.heads}
+    key = repr((heads, task.info.inputs))
+    if key not in base.outputs:
+        if len(base.outputs) > 64:  # strangers may ask for ever more
+            base.outputs.clear()
+        try:
+            base.outputs[key] = output_shapes(_hollow(task, base, whole=True)[""], *inputs_of(task.info.inputs))
+        except Exception:  # whatever the base's own code raises: nothing can be said
+            base.outputs[key] = None
+    return base.outputs[key]
+
+
+def _hollow(task: Task, base: Base, *, whole: bool = False) -> dict[str, nn.Module]:
+    """The modules of the base with zeros for what a task makes of their numbers, cut or whole."""
+    shapes = {name: row.shape if whole else cut.shape for row, cut in task.cut_rows for name in row.names}
+    made: dict[str, Tensor] = {}
+    for name, tensor in base.tensors.items():
+        shape = shapes.get(name, tensor.shape)
+        if base.flags[name] is not None:  # nobody writes to them, so one number will do
+            one = torch.zeros((), dtype=tensor.dtype, device="cpu")
+            made[name] = nn.Parameter(one.expand(shape), requires_grad=False)
+        elif name in shapes or tensor.is_floating_point():
+            made[name] = zeros(shape, tensor.dtype)
+        else:
+            made[name] = tensor.detach().to("cpu", copy=True)  # indices, which zeros are not always
+    return base.copy_with(made)
+
+
+def _follow_(task: Task, modules: dict[str, nn.Module], device: torch.device) -> None:
+    """Let attributes and gathers follow the tensors."""
+    for path, attributes in resized_attributes(task, modules).items():
+        modules[path].__dict__.update(attributes)
+    for writer, own in task.spreads:
+        module = modules[writer.module]
+        module.add_module(NAME, Spread(own, writer.axis).to(device).eval())
+        module.register_forward_hook(spread_output)
 
 
 def _misfit(message: str, code: str = "base") -> TaskFileError:
@@ -381,10 +454,11 @@ def resized_attributes(task: Task, modules: dict[str, nn.Module]) -> dict[str, d
     for path, own in kept.items():
         if path not in found:
             found[path] = resized_by_tensors(modules[path], own) or {}
+    shares = _shares(task) if task.table.attributes else set()
     for path, values in task.table.attributes.items():
         module = modules[path]
         for key, value in values.items():
-            _check_attribute(path, key, value, module.__dict__.get(key))
+            _check_attribute(path, key, value, module, shares)
         if isinstance(module, nn.MultiheadAttention):
             heads = values.get("num_heads", module.num_heads)
             assert isinstance(heads, int)
@@ -401,13 +475,32 @@ def resized_attributes(task: Task, modules: dict[str, nn.Module]) -> dict[str, d
     return found
 
 
-def _check_attribute(path: str, key: str, value: int | tuple[int, ...], base: object) -> None:
-    """A task may make sizes smaller, and nothing else."""
+def _shares(task: Task) -> set[Fraction]:
+    """What masks leave of units, and of axes that several of them may lie on."""
+    found = {Fraction(int(mask.sum()), len(mask)) for mask in task.masks}
+    for row, cut in task.cut_rows:
+        found |= {Fraction(left, size) for left, size in zip(cut.shape, row.shape, strict=True) if left < size}
+    return found | {Fraction(1)}
+
+
+def _check_attribute(
+    path: str, key: str, value: int | tuple[int, ...], module: nn.Module, shares: Collection[Fraction]
+) -> None:
+    """A task may make sizes smaller that pruning makes smaller, by as much as its masks do, and nothing else."""
+    name, base = quoted(f"{path}.{key}"), module.__dict__.get(key)
     news = value if isinstance(value, tuple) else (value,)
     olds = base if isinstance(base, tuple) else (base,)
     fits = isinstance(value, tuple) == isinstance(base, tuple) and len(news) == len(olds)
     if not fits or not all(type(old) is int and new <= old for new, old in zip(news, olds, strict=True)):
-        raise TaskFileError("base", f"{quoted(f'{path}.{key}')} is no size of the base that could be {value}")
+        raise TaskFileError("base", f"{name} is no size of the base that could be {value}")
+    if not may_resize(module, key):
+        raise TaskFileError(
+            "base",
+            f"the task sets {name}, which pruning does not change, expected heads or widths that tensors do not tell; "
+            "if the module is your own, say how it follows (spalier.resizes) before you load the task",
+        )
+    if not all(Fraction(new, old) in shares for new, old in zip(news, olds, strict=True)):
+        raise TaskFileError("base", f"{name} is {base} in the base and {value} in the task: no mask leaves that share")
 
 
 # folding: a batch norm into the layer before it

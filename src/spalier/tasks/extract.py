@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,9 +21,11 @@ from spalier.errors import AttachmentError, ConfigError, NonFiniteError, PlanErr
 from spalier.pruning.modules import resized_by_tensors
 from spalier.pruning.plan import PRUNED_MARK, Kept, kept_of
 from spalier.pruning.prune import cut
+from spalier.structure.graph import arguments
 from spalier.structure.structure import Structure
 from spalier.tasks import rows as kinds
-from spalier.tasks.format import architecture_digest, values_digest
+from spalier.tasks.dry_run import described_inputs
+from spalier.tasks.format import DTYPES, architecture_digest, values_digest
 from spalier.tasks.numbers import assembled
 from spalier.tasks.rows import Ints, Placement, Row, Source
 from spalier.tasks.table import Table, Writer
@@ -51,6 +53,18 @@ def extract(net: nn.Module, structure: Structure | None, name: str, said: Mappin
     if PRUNED_MARK in net.__dict__ and structure is None:
         raise PlanError("the network is pruned, and its structure is not known; pass structure= as for prune_")
     return _Extractor(net, attachment, structure, owners).task(name, said)
+
+
+def check_savable(net: nn.Module, structure: Structure | None) -> None:
+    """Refuse what no task file could hold of a network that was just adapted, however it is pruned and trained.
+
+    Adapters of one's own are no part of the format, and nobody has to save them.
+    """
+    owners = owners_of(net, first_names(tensors_of(net)))
+    extractor = _Extractor(net, attachment_of(net), structure, owners)
+    extractor.writers = [] if structure is None else list(structure.writers)  # all, so the longest table
+    known = [n for n in owners if (u := update_of(owners[n])) is None or source_of(u, 1) is not None]
+    extractor.table(known).to_bytes()
 
 
 def _as_it_is(row: Row, owners: Mapping[str, list[Owner]]) -> Row:
@@ -110,16 +124,8 @@ class _Extractor:
         """The base's values of attributes that pruning has changed, by module."""
 
     def task(self, name: str, said: Mapping[str, Any]) -> Task:
-        structure, attachment = self.structure, self.attachment
-        rows = [row for name in self.owners if (row := self._row(name)) is not None]
-        made = Table(
-            () if structure is None else tuple((s.name, s.size) for s in structure.streams),
-            tuple(Writer(w.name, w.stream, w.module, w.axis) for w in self.writers),
-            grouped(rows),
-            self._sizes(),
-            attachment.heads,
-            () if structure is None else structure.folds,
-        )
+        attachment = self.attachment
+        made = self.table(self.owners)
         masks = [*self.kept.streams, *(self.kept.writers[w.name] for w in self.writers)]
         ties = first_names(tensors_of(self.net))
         base = Fingerprint(
@@ -131,8 +137,21 @@ class _Extractor:
         updates = {id(u): u for owners in self.owners.values() if (u := update_of(owners)) is not None}
         learned = sum(p.numel() for u in updates.values() for p in u.parameters())
         learned += sum(t.numel() for t in tensors if id(t) in self.learned)
-        info = TaskInfo(name, settings_of(attachment.adapter), base, self._density(tensors), learned, **said)
+        density, inputs = self._density(tensors), self._inputs()
+        info = TaskInfo(name, settings_of(attachment.adapter), base, density, learned, inputs=inputs, **said)
         return Task(info, made, masks, **numbers)
+
+    def table(self, names: Iterable[str]) -> Table:
+        """Where the values of these tensors come from."""
+        structure = self.structure
+        return Table(
+            () if structure is None else tuple((s.name, s.size) for s in structure.streams),
+            tuple(Writer(w.name, w.stream, w.module, w.axis) for w in self.writers),
+            grouped([row for name in names if (row := self._row(name)) is not None]),
+            self._sizes(),
+            self.attachment.heads,
+            () if structure is None else structure.folds,
+        )
 
     def _row(self, name: str) -> Row | None:
         """A row for a tensor, unless it is the base's as it is."""
@@ -154,8 +173,10 @@ class _Extractor:
         """Whether a tensor is the task's own: it learns, or it is a buffer that has changed."""
         if isinstance(tensor, nn.Parameter):
             return id(tensor) in self.learned
-        if is_norm(self.owners[name][0].module) or name.rpartition(".")[0] in self.attachment.heads:
+        if name.rpartition(".")[0] in self.attachment.heads:
             return True
+        if is_norm(self.owners[name][0].module) and (tensor.is_floating_point() or not tensor.dim()):
+            return True  # statistics, and how many batches they are of
         base = self.bases[name]
         if self.structure is not None:
             masks = self.kept.of(self.structure, name)
@@ -163,6 +184,12 @@ class _Extractor:
         return not torch.equal(tensor, base.to(tensor.device))
 
     def _check_own(self, name: str, tensor: Tensor, *, is_cut: bool) -> None:
+        learns = isinstance(tensor, nn.Parameter)
+        if tensor.dtype not in DTYPES.values() and (learns or tensor.is_floating_point()):
+            raise AttachmentError(
+                f"{name} ({tensor.dtype}) is the task's own, and a task file cannot hold it; expected float16, "
+                "bfloat16, float32 or float64: convert it, or let it stay frozen (targets=, norms=)"
+            )
         if tensor.is_floating_point():
             if not is_finite(tensor):
                 raise NonFiniteError(f"{name} has changed since attach_, and holds NaN or infinite values")
@@ -219,6 +246,11 @@ class _Extractor:
             elif resized_by_tensors(module, {}) is None:
                 found[path] = {key: module.__dict__[key] for key in values}
         return found
+
+    def _inputs(self) -> dict[str, Any]:
+        """What the network was traced with, where that is known."""
+        example = None if self.structure is None else self.structure.example
+        return {} if example is None else described_inputs(*arguments(example))
 
     def _density(self, tensors: Sequence[Tensor]) -> Density:
         if self.structure is not None:

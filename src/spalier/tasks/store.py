@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,7 +56,8 @@ class StoreList(list[StoreEntry]):
             else:
                 pairs = entry.info.density.channels, entry.info.density.weights
                 shares = [f"{pair[0] / pair[1]:.1%}" if pair else "-" for pair in pairs]
-                rows.append([*row, f"{entry.info.learned:,}", *shares, "sound"])
+                own = "" if entry.info.name == entry.name else f", calls itself {entry.info.name}"
+                rows.append([*row, f"{entry.info.learned:,}", *shares, f"sound{own}"])
         return table(["task", "bytes", "learned", "channels", "weights", "state"], rows)
 
 
@@ -98,7 +100,18 @@ class Store:
         return f"Store({str(self.folder)!r}, {len(self)} tasks)"
 
     def load(self, name: str) -> Task:
-        """Read a task."""
+        """Read a task. In a store it is called like its file, whatever name it was saved under; a warning says so."""
+        task = self._load(name)
+        if task.name == name:
+            return task
+        warnings.warn(
+            f"the file {name}{SUFFIX} holds a task that calls itself {task.name!a}; here it is {name!a}. Store.add "
+            "with overwrite=True writes that name into the file",
+            stacklevel=2,
+        )
+        return replace(task, info=replace(task.info, name=name))
+
+    def _load(self, name: str) -> Task:
         try:
             return Task.load(self.path(name))
         except TaskFileError as error:
@@ -196,7 +209,7 @@ class Store:
         for name in self:
             info, error = None, None
             try:
-                task = self.load(name)
+                task = self._load(name)
                 if base is not None:
                     build(task, base, fold=False, share=True)
                 info = task.info

@@ -23,6 +23,7 @@ from spalier import __version__, files
 from spalier.adapters.codes import are_codes, pack, unpack
 from spalier.adapters.kinds import Stored
 from spalier.errors import ConfigError, TaskFileError
+from spalier.tasks.dry_run import check_inputs
 from spalier.tasks.format import (
     MAX_BYTES,
     SUFFIX,
@@ -107,6 +108,8 @@ class TaskInfo:
     provenance: dict[str, Any] = field(default_factory=dict)
     classes: tuple[str, ...] = ()
     licence: str = ""
+    inputs: dict[str, Any] = field(default_factory=dict)
+    """What the base was traced with: dtypes and shapes of ``args`` and ``kwargs``; empty where nobody said."""
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -117,8 +120,10 @@ class TaskInfo:
         _check("metrics", numbers, "a dict of numbers")
         _check("classes", all(isinstance(c, str) for c in self.classes), "a list of names")
         check_text("licence", self.licence)
-        for name in ("adapter", "metrics", "classes", "preprocessing", "provenance"):
+        for name in ("adapter", "metrics", "classes", "preprocessing", "provenance", "inputs"):
             check_plain(name, getattr(self, name))
+        if self.inputs:
+            check_inputs(self.inputs)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it; fields that say nothing are left out."""
@@ -132,7 +137,7 @@ class TaskInfo:
         rest = dict(data)
         rest.pop("format", None)
         kinds: dict[str, type] = {
-            **dict.fromkeys(("adapter", "base", "density", "metrics", "preprocessing", "provenance"), dict),
+            **dict.fromkeys(("adapter", "base", "density", "metrics", "preprocessing", "provenance", "inputs"), dict),
             **dict.fromkeys(("name", "storage", "licence"), str),
             "learned": int,
             "classes": list,
