@@ -1,5 +1,6 @@
 """Runs that learn all kept weights, and write what they have learned in narrow forms at each density."""
 
+import copy
 import json
 
 import numpy as np
@@ -173,3 +174,30 @@ def test_killed_before_the_results_are_written(tmp_path, monkeypatch):
     results = config.run(tmp_path / "run", progress=False)
     assert [row["code"] for row in results.rows] == ["spdelta-1bit"]
     assert not (tmp_path / "run" / "wide.task.safetensors").exists()
+
+
+def test_codes_are_made_smaller_by_as_few_as_it_takes():
+    """Against a search by hand: with the last halving's worth less, the file would be too large."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 4))
+    sp.attach_(net, sp.SPDelta(bits=2), head="4")
+    with torch.no_grad():
+        for layer in (net[0], net[2]):
+            layer.weight_adapter.delta.normal_().mul_(layer.weight_adapter.scale[:, None])
+    before = copy.deepcopy(net)
+    size = len(sp.Task.of(net, "refit").to_bytes(storage="int8-all"))
+    assert narrow.held_(net, size, "int8-all")
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before.parameters(), strict=True))
+    assert not narrow.held_(net, size // 10, "int8-all")
+    torch.testing.assert_close(list(net.parameters()), list(before.parameters()))
+    budget = int(0.95 * size)
+    assert narrow.held_(net, budget, "int8-all")
+    assert 0.98 * budget < len(sp.Task.of(net, "refit").to_bytes(storage="int8-all")) <= budget
+    for layer in (0, 2):
+        ours, theirs = (n[layer].weight_adapter.stored()[0].values for n in (net, before))
+        moved = ours != theirs
+        assert 0 < int(moved.sum()) < 0.3 * moved.numel()
+        assert torch.equal(ours[moved], theirs[moved] - theirs[moved].sign())  # a step towards zero
+        near = (before[layer].weight_adapter.delta.detach() / before[layer].weight_adapter.scale[:, None]).abs()
+        ones = theirs.abs() == 1
+        assert float(near[moved & ones].max()) <= float(near[~moved & ones].min())  # the least sure of them
