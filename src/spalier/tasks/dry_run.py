@@ -198,7 +198,7 @@ def _product(x: Tensor, other: Tensor) -> Sequence[int] | None:
 def _pairwise(x: Tensor, other: Any, **kwargs: Any) -> Sequence[int] | None:
     if kwargs or not isinstance(other, Tensor) or other.dtype != x.dtype:
         return None
-    return torch.broadcast_shapes(x.shape, other.shape)
+    return tuple(torch.broadcast_shapes(x.shape, other.shape))
 
 
 def _in_place(x: Tensor, other: Any, **kwargs: Any) -> Sequence[int] | None:
