@@ -271,7 +271,10 @@ class _Twin:
 
         Where this is so, nothing has to be compared with the uncut twin.
         """
-        numbers = all(
+        shapes = all(
+            self._made(place, left).issuperset(made) for place, made in cut.made.items() if place not in self.skipped
+        )
+        numbers = shapes and all(
             self.facts.get(place, _NO_SIZES).issuperset(facts)
             for place, facts in cut.facts.items()
             if place not in self.skipped
@@ -298,6 +301,11 @@ class _Twin:
             is_new = facts != before if len(facts) == len(before) else not set(before).issuperset(facts)
             if is_new:
                 return place, f"{_code_of(place)} computes with a number of channels"
+        for place, shapes in cut.made.items():
+            before, allowed = uncut.made.get(place, []), self._made(place, left)
+            is_new = shapes != before if len(shapes) == len(before) else not set(before).issuperset(shapes)
+            if is_new and not allowed.issuperset(set(shapes) - set(before)):
+                return place, f"{_code_of(place)} computes with a number of channels"
         for place, shapes in cut.views.items():
             viewed = uncut.views.get(place, [])
             if len(shapes) != len(viewed):
@@ -307,6 +315,10 @@ class _Twin:
                 if made and place not in self.skipped and now not in [self._left(value, left) for value in made]:
                     return place, f"{_code_of(place)} splits channels by a fixed number"
         return None
+
+    def _made(self, place: str, left: Kept) -> set[tuple[int, ...]]:
+        """The shapes that tensors made of a shape alone have at a place, as far as the graph shows them."""
+        return {self._left(value, left) for value in self.captured.walk.made.get(place, ())}
 
     def _left(self, value: Value, left: Kept) -> tuple[int, ...]:
         units = [self.captured.assembly.units_on(value.on(axis)) for axis in range(len(value.shape))]
@@ -384,6 +396,8 @@ class _Noted(TorchDispatchMode):
         self.running = running
         self.views: dict[str, list[tuple[int, ...]]] = {}
         self.facts: dict[str, list[Fact]] = {}
+        self.made: dict[str, list[tuple[int, ...]]] = {}
+        """Shapes of tensors that are made of a shape alone."""
         self.outputs: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -394,7 +408,9 @@ class _Noted(TorchDispatchMode):
             out = func(*args, **(kwargs or {}))
         if func in _VIEWS:
             self.views.setdefault(self.running[-1], []).append(_shape(out))
-        elif facts := _facts(func, args, kwargs or {}, out):
+        elif _kind_of(func)[1] and 0 not in (shape := _shape(out)) and shape:  # else it holds nothing of a size
+            self.made.setdefault(self.running[-1], []).append(shape)
+        if facts := _facts(func, args, kwargs or {}, out):
             self.facts.setdefault(self.running[-1], []).extend(facts)
         return out
 
@@ -433,7 +449,7 @@ def _facts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any)
             found.append(value if value == value else "nan")
         elif isinstance(value, list | tuple):
             takes_tensor = takes_tensor or any(isinstance(each, Tensor) for each in value)
-    if isinstance(made, Tensor) and (is_fresh or not takes_tensor):
+    if isinstance(made, Tensor) and not is_fresh and not takes_tensor:
         shape = _shape(made)
         found += [("shape", *shape)] if shape and 0 not in shape else []  # else it holds nothing of a size
     return found

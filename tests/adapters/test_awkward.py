@@ -234,10 +234,12 @@ def test_diverged_statistics_are_not_fused():
         sp.fuse(net)
 
 
-def test_complex_parameters_learn_under_fine_tuning():
+def test_complex_parameters_are_refused_before_they_learn():
+    """No task file could hold them."""
     layer = nn.Linear(2, 2, dtype=torch.complex64)
-    summary = sp.attach_(layer, sp.FineTune())
-    assert summary.learned == sum(p.numel() for p in layer.parameters() if p.requires_grad) == 6
+    with pytest.raises(AttachmentError, match=r"complex64.* a task file cannot hold it"):
+        sp.attach_(layer, sp.FineTune())
+    assert all(p.requires_grad for p in layer.parameters())  # as it was
 
 
 def test_a_head_without_parameters_is_refused():

@@ -270,7 +270,7 @@ def _dtypes() -> None:
         "table": ("I8", "F32"),
         "masks": ("I8", "BOOL", "F16"),
         "adapters": ("U8", "I32", "F8_E4M3"),
-        "values": ("I8", "U8", "I64", "f32"),
+        "values": ("U8", "I64", "f32"),
     }
     for name, dtypes in wrong.items():
         for dtype in (*dtypes, "", 1, None, True, ["F32"], {"F32": 1}, "\x1b" * 5):

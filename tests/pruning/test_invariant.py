@@ -66,8 +66,12 @@ def random_plan(structure, density, rng, *, free, kept):
         for stream in {structure.streams[w.stream].name for w in structure.writers}:
             if stream not in {w.name for w in structure.writers}:
                 del left[stream]  # as wide as its writers make it
+    least = {stream.name: stream.least for stream in structure.streams}
+    least |= {w.name: structure.streams[w.stream].least for w in structure.writers}
     keep = {
-        name: sorted(rng.choice(units, max(1, min(len(units), round(sizes[name] * density))), replace=False).tolist())
+        name: sorted(
+            rng.choice(units, max(least[name], min(len(units), round(sizes[name] * density))), replace=False).tolist()
+        )
         for name, units in left.items()
     }
     return sp.Plan(structure, keep, writers="free" if free else "coupled")

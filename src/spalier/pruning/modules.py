@@ -221,6 +221,7 @@ _HELD: dict[Entry, frozenset[str]] = {
     _attention: frozenset({"num_heads"}),
 }
 """What tensors do not tell of PyTorch's own modules."""
+_OF_WEIGHTS = frozenset({"in_features", "out_features", "in_channels", "out_channels", "groups"})
 
 
 def may_resize(module: nn.Module, key: str) -> bool:
@@ -228,6 +229,8 @@ def may_resize(module: nn.Module, key: str) -> bool:
     entry = _entry_of(module)
     if entry is None:
         return _is_heads(key) or _is_width(key) or _is_shape(key)
+    if is_parametrized(module) and key in _OF_WEIGHTS:  # the weight is computed, and tells nothing
+        return True
     known = _HELD.get(entry)  # what `resizes` was given, its users answer for
     return key in known if known is not None else not key.startswith("_")
 

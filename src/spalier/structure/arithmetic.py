@@ -453,7 +453,9 @@ def like(walk: Walk, node: Node) -> Result:
 def fresh(walk: Walk, node: Node) -> Result:
     """Entries that are all alike, as many as the code says."""
     shape = shape_of(node)
-    return Value(shape, walk.any_labels(shape, range(len(shape))), _made_of_nothing(node))
+    made = Value(shape, walk.any_labels(shape, range(len(shape))), _made_of_nothing(node))
+    walk.made.setdefault(walk.place, []).append(made)
+    return made
 
 
 def _made_of_nothing(node: Node) -> frozenset[str] | None:

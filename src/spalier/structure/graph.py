@@ -282,6 +282,8 @@ class Walk:
         """Axes whose sizes a module's code may hold: its path, the size, and the fields."""
         self.views: dict[str, list[Value]] = {}
         """What views make, in order, by the path of the module that asks for them."""
+        self.made: dict[str, list[Value]] = {}
+        """Tensors that are made of a shape alone, likewise."""
         self.reason = ""
         """The operation that is being looked at, and its line."""
         self.place = ""

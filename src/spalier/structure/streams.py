@@ -94,9 +94,9 @@ class Extent:
     units: tuple[AxisUnits, ...]
 
     def left(self, keep: Sequence[Mask]) -> tuple[int, ...]:
-        """The sizes that are left."""
+        """The sizes that are left; -1 stays, which depends on values."""
         pairs = zip(self.units, self.sizes, strict=True)
-        return tuple(int(kept_indices(units, size, keep).sum()) for units, size in pairs)
+        return tuple(size if size < 0 else int(kept_indices(units, size, keep).sum()) for units, size in pairs)
 
 
 @dataclass(frozen=True, eq=False)
