@@ -302,9 +302,9 @@ class _Twin:
             if is_new:
                 return place, f"{_code_of(place)} computes with a number of channels"
         for place, shapes in cut.made.items():
-            before, allowed = uncut.made.get(place, []), self._made(place, left)
-            is_new = shapes != before if len(shapes) == len(before) else not set(before).issuperset(shapes)
-            if is_new and not allowed.issuperset(set(shapes) - set(before)):
+            were, allowed = uncut.made.get(place, []), self._made(place, left)
+            is_new = shapes != were if len(shapes) == len(were) else not set(were).issuperset(shapes)
+            if is_new and not allowed.issuperset(set(shapes) - set(were)):
                 return place, f"{_code_of(place)} computes with a number of channels"
         for place, shapes in cut.views.items():
             viewed = uncut.views.get(place, [])
