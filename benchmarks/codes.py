@@ -390,7 +390,8 @@ def stored(net: nn.Module, spec: Spec, seed: int, storage: Any = "int8-all") -> 
     """The task file of a network, and how well the network that is built from it does."""
     data = sp.Task.of(net, spec.name).to_bytes(storage=storage)
     built = sp.Task.from_bytes(data).build(base_of(spec, seed))
-    return {"accuracy": accuracy(built, spec, seed), "learned": learned_in(net), "bytes": len(data)}
+    right = accuracy(built, spec, seed)
+    return {"accuracy": right, "learned": learned_in(net), "bytes": len(data), "storage": storage}
 
 
 # weights without the base

@@ -210,7 +210,8 @@ What a fine-pruned network loses when its task file becomes ten to fifty times s
 ± standard error over seeds 0, 1 and 2, and the file's share of the bytes of fine-pruning with the same extra epochs
 in float32. All contenders of a row share data, masks, extra epochs and the teacher, which is the wide network; only
 directly learned SPLoRA has masks of its own. Processor seconds are of the whole way for fine-pruning and directly
-learned SPLoRA, and of what comes after fine-pruning for all others.
+learned SPLoRA, and of what comes after fine-pruning for all others. Codes whose file in the results names no
+`storage` were measured with norms and head in 16 bits, before files could have them in 8.
 """
 RIVALS = """
 Points above the same weights stored without the base in the same bytes (CIFAR-10, Flowers, Cats & Dogs; between 2, 4
