@@ -30,7 +30,7 @@ from spalier.text import table
 NETWORK, WIDTH, BATCH_SIZE = "resnet8", 48, 64
 LEARNED_FIRST = "0123"
 TASKS = {"4to6": "456", "7to9": "789", "0to9": "0123456789"}
-CODES = {"wide": "fine-pruning", "spdelta-2bit": "SPDelta, 2 bits"}
+CODES = {"wide": "fine-pruning, 8 bits", "spdelta-2bit": "SPDelta, 2 bits"}
 DENSITIES = (0.6, 0.3, 0.15)
 Runs = dict[str, Results]
 

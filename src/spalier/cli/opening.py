@@ -116,7 +116,9 @@ def _constructor_options(given: Sequence[str]) -> dict[str, Any]:
 def _class_count(run: Path) -> int | None:
     """How many classes a run learns: random weights that it may have started from depend on that."""
     try:
-        return len(json.loads((run / "blocks" / "00.json").read_text("utf-8"))["classes"]) or None
+        found = sorted((run / "blocks").glob("00-*.json"))  # a run with several codes has a file for each
+        first = found[0] if found else run / "blocks" / "00.json"
+        return len(json.loads(first.read_text("utf-8"))["classes"]) or None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
             "folder", f"{run} does not say how many classes it has (blocks/00.json): {error}; pass --classes"
