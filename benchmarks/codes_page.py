@@ -211,7 +211,8 @@ What a fine-pruned network loses when its task file becomes ten to fifty times s
 in float32. All contenders of a row share data, masks, extra epochs and the teacher, which is the wide network; only
 directly learned SPLoRA has masks of its own. Processor seconds are of the whole way for fine-pruning and directly
 learned SPLoRA, and of what comes after fine-pruning for all others. Codes whose file in the results names no
-`storage` were measured with norms and head in 16 bits, before files could have them in 8.
+`storage` were measured with norms and head in 16 bits, as was quantisation without the base, before files could have
+them in 8.
 """
 RIVALS = """
 Points above the same weights stored without the base in the same bytes (CIFAR-10, Flowers, Cats & Dogs; between 2, 4

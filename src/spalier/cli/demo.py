@@ -1,8 +1,8 @@
 """The demo: one base, three tasks, falling densities, two forms of each; everything in it is measured while it runs.
 
 A small ResNet learns the digits 0 to 3 and is frozen. Three further tasks are learned on it, all kept weights at once:
-that is fine-pruning. At each density what was learned is also written in two bits for each weight (SPDelta), and
-learned on for an epoch. Then the one base serves all files in turns.
+that is fine-pruning, stored in 8 bits. At each density what was learned is also written in two bits for each weight
+(SPDelta), and learned on for an epoch. Then the one base serves all files in turns.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def _verdict(found: dict[str, Any]) -> str:
     faster = min(row["speed_up"] for row in narrow)
     return (
         f"At {DENSITIES[1]:.0%} of the channels {len(narrow)} tasks in two bits have {bytes_of[0]:,} bytes together; "
-        f"by fine-pruning {bytes_of[1]:,}, as whole networks {len(narrow) * whole:,}.\n"
+        f"by fine-pruning in 8 bits {bytes_of[1]:,}, as whole networks {len(narrow) * whole:,}.\n"
         f"They are {right[0]:.1%} right, fine-pruning {right[1]:.1%}, and at least {faster:.1f} x as fast as the base."
     )
 
