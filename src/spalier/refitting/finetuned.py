@@ -7,6 +7,7 @@ trained here; then `refit_` writes what was learned in a narrow form. What does 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -64,7 +65,12 @@ def from_checkpoint(
     before = {} if seen is None else _measured(net, seen)
     refitted = None
     if outside:
-        bytes = default_bytes(net, heads) if bytes is None and adapter is None else bytes
+        if bytes is None and adapter is None:
+            bytes = default_bytes(net, heads)
+        elif type(bytes) is int:  # for the whole file, with what it says of itself
+            bytes = max(
+                1, bytes - len(json.dumps(json.dumps([name, said, *2 * [before]], default=str))) - 32 * len(before)
+            )
         refitted = refit_(net, adapter, bytes=bytes, batches=seen, storage=storage)
     task = replace(Task.of(net, name, **said).stored_as(storage), refitted=refitted)
     if seen is None:

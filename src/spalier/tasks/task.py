@@ -275,6 +275,32 @@ class Task:
         options: dict[str, Any] = {"name": name, "bytes": bytes, "adapter": adapter, "batches": batches, "head": head}
         return from_checkpoint(base, finetuned, **options, example=example, storage=storage, said=said)
 
+    @staticmethod
+    def from_peft(
+        folder: str | os.PathLike[str], base: nn.Module, *, name: str = "lora", example: Any = None, **said: Any
+    ) -> Task:
+        """A LoRA that PEFT's ``save_pretrained`` has written, as it is; neither PEFT nor pickles are needed.
+
+        Args:
+            folder: has adapter_config.json and adapter_model.safetensors.
+            base: the network that it was learned on; it is only read.
+            name: of the task.
+            example: an input, as for `trace`, to prune further.
+            said: what else `Task.of` takes: ``classes``, ``metrics``, ``licence``.
+        """
+        from spalier.refitting.peft import from_peft
+
+        return from_peft(folder, base, name=name, example=example, said=said)
+
+    def to_peft(self, folder: str | os.PathLike[str], base: nn.Module | None = None) -> None:
+        """Write an unpruned low-rank task as a folder that PEFT's ``PeftModel.from_pretrained`` loads.
+
+        Embeddings and Hugging Face's Conv1D need the base, to be told apart.
+        """
+        from spalier.refitting.peft import to_peft
+
+        to_peft(self, folder, base)
+
     @property
     def name(self) -> str:
         """What the task is called."""
