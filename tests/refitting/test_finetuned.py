@@ -47,7 +47,7 @@ def test_the_more_bytes_the_nearer_and_the_base_is_only_read(base):
     wide = len(sp.Task.from_checkpoint(base, net, adapter=sp.SPDelta(bits=8)).to_bytes())
     errors = []
     for size in (wide // 2, wide // 6):
-        task = sp.Task.from_checkpoint(base, net, bytes=size, batches=batches(1), name="tuned")
+        task = sp.Task.from_checkpoint(base, net, bytes=size, name="tuned")
         assert 0.95 * size < len(task.to_bytes()) <= size
         assert {row.name for row in task.refitted.rows} >= {"conv1.weight"}
         errors.append(missing(task, base, net))
