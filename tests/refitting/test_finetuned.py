@@ -137,7 +137,7 @@ def test_what_half_precision_has_rounded_is_not_taken_for_learned(base, dtype):
 
 def test_it_is_pruned_further(base):
     net = tuned(base)
-    task = sp.Task.from_checkpoint(base, net, adapter=sp.SPDelta(bits=2), example=EXAMPLE)
+    task = sp.Task.from_checkpoint(base, net, adapter=sp.SPDelta(bits=2))  # with no example yet
     again = copy.deepcopy(base)
     task.apply_(again, example=EXAMPLE)
     scores = sp.score(again, batches(2), loss=nn.functional.cross_entropy)
