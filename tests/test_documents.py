@@ -22,6 +22,7 @@ LONG = (
     "README.md",
     "docs/cli.md",
     "docs/criteria.md",
+    "docs/howto/checkpoints.md",
     "docs/howto/deploy.md",
     "docs/howto/images.md",
     "docs/howto/machines.md",
