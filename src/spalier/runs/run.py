@@ -7,7 +7,6 @@ import csv
 import dataclasses
 import io
 import json
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from spalier.adapters.attachment import is_marked
 from spalier.data import Data, open_data
 from spalier.distributed import from_first_rank
 from spalier.errors import AttachmentError, ConfigError, RunError, SpalierError
-from spalier.networks import head_of, logits_of, open_network
+from spalier.networks import head_of, logits_of, open_network, warn_if_untrained
 from spalier.runs.checkpoint import WIDE, RunFolder
 from spalier.runs.engine import Engine
 from spalier.runs.learning import digest
@@ -36,7 +35,6 @@ _SIZES = ("channels", "weights", "macs", "learned", "bytes")
 COLUMNS = ("task", *_SIZES, "validation", "test", "latency_ms", "seconds")
 TITLES = [{"macs": "MACs", "latency_ms": "ms"}.get(name, name) for name in COLUMNS]
 """Of the columns that are printed. Times are measured, and differ from run to run."""
-_LOG = logging.getLogger("spalier")
 _GIVEN = "given:"
 
 
@@ -135,7 +133,7 @@ class TransferPruning(Settings):
             progress: show how far the run is: a bar on a terminal, lines elsewhere.
             engine: a subclass of `Engine` that does some part of the loop in another way.
         """
-        config = _name_objects(self, network, data)
+        config = _name_objects(self.with_paths(), network, data)
         where = RunFolder(folder)
         if where.results.exists():
             where.claim(config)
@@ -147,8 +145,18 @@ class TransferPruning(Settings):
             machine.track()
             stack.enter_context(_memory_errors(config, where))
             stack.enter_context(_random_state(config))
+            is_begun = where.checkpoint.exists()
+            if is_begun:  # with what was filled in then
+                config = config.with_filled(Settings.load(where.settings).filled_values)
             samples = _with_classes(config, data if data is not None else _open_data(config))
+            size = {"samples": len(samples.train), "side": samples.shape[-1]}
+            config = config if is_begun else config.fitted(**size)
             net = network if network is not None else _open_network(config, samples)
+            if not is_begun:
+                config = config.fitted(**size, parameters=sum(p.numel() for p in net.parameters()))
+                where.write(where.settings, config.to_yaml().encode())
+                if config.start_task is None:
+                    warn_if_untrained(net, config.network.removeprefix(_GIVEN))
             head = config.head or head_of(net, classes=len(samples.classes))
             stack.enter_context(_unchanged(net, machine))
             _check_fit(config, net, samples, machine)
@@ -173,7 +181,7 @@ def _name_objects(config: Settings, network: nn.Module | None, data: Data | None
             raise ConfigError("the network is on the meta device, where nothing can be learned; load its weights first")
         if is_marked(network):
             raise AttachmentError("the network is adapted already; call spalier.detach_(net) first")
-        _refuse(config, "a network", "weights", "network_options")
+        _refuse(config, "a network", "weights", "pretrained", "network_options")
         named["network"] = f"{_GIVEN}{type(network).__name__}"
     if data is not None:
         if not isinstance(data, Data):
@@ -308,12 +316,11 @@ def _with_classes(config: Settings, data: Data) -> Data:
 
 
 def _open_network(config: Settings, data: Data) -> nn.Module:
-    if config.weights is None and ":" not in config.network:
-        _LOG.warning("%s starts from random weights; set weights to a file of pretrained ones", config.network)
     return open_network(
         config.network,
         classes=len(data.classes),
         weights=config.weights,
+        pretrained=config.pretrained,
         seed=config.seed,
         **config.network_options,
     )
