@@ -57,7 +57,7 @@ def adapt(
     """
     if not isinstance(target, int | float) or not 0 < target < 1:
         raise ConfigError(f"target is {target!r}, expected the share that stays, above 0 and below 1")
-    given = {} if isinstance(net, str) else {"network": net}
+    given: dict[str, Any] = {} if isinstance(net, str) else {"network": net}
     named: dict[str, Any] = {"network": net} if isinstance(net, str) else {}
     if isinstance(data, str):
         named["data"] = data

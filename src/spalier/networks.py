@@ -110,7 +110,7 @@ def _made(
 def _of_library(library: str, model: str, classes: int | None, pretrained: bool, options: dict[str, Any]) -> nn.Module:
     module = "torchvision.models" if library == "torchvision" else "timm"
     found = import_optional(module, f"networks called {library}:NAME", NetworkError)
-    own = {} if classes is None else {"num_classes": classes}
+    own: dict[str, Any] = {} if classes is None else {"num_classes": classes}
     make = found.get_model if library == "torchvision" else found.create_model
     if pretrained and library == "torchvision":  # with its weights a network has their classes, and no others
         own, make = {"weights": "DEFAULT"}, partial(_with_classes, found.get_model, classes)
@@ -150,17 +150,18 @@ def _state(name: str) -> PathLike[str] | Mapping[str, Tensor]:
 
 def _with_classes(make: Callable[..., nn.Module], classes: int | None, model: str, **options: Any) -> nn.Module:
     """A pretrained network of torchvision, with fresh classifiers where it has other classes."""
-    net = make(model, **options)
-    heads = _classifiers(net, None if classes is None else net.get_submodule(head_of(net)).weight.shape[0])
-    for path in heads if classes is not None else ():
+    net: Any = make(model, **options)
+    own = _layers(net)[head_of(net)]
+    if classes in (None, own):
+        return net  # type: ignore[no-any-return]
+    for path in _classifiers(net, own):
         old: Any = net.get_submodule(path)
-        if old.weight.shape[0] != classes:
-            bias = old.bias is not None
-            fresh = nn.Linear(old.in_features, classes, bias) if isinstance(old, nn.Linear) else None
-            net.set_submodule(path, fresh or nn.Conv2d(old.in_channels, classes, 1, old.stride, bias=bias))
-    if classes is not None and hasattr(net, "num_classes"):
+        sizes, bias = (old.weight.shape[1], classes), old.bias is not None
+        is_linear = isinstance(old, nn.Linear)
+        net.set_submodule(path, nn.Linear(*sizes, bias) if is_linear else nn.Conv2d(*sizes, 1, old.stride, bias=bias))
+    if hasattr(net, "num_classes"):
         net.num_classes = classes
-    return net
+    return net  # type: ignore[no-any-return]
 
 
 def _not_loaded(name: str, library: str, error: Exception) -> WeightsError:

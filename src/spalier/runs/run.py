@@ -8,6 +8,7 @@ import dataclasses
 import io
 import json
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +28,8 @@ from spalier.runs.engine import Engine
 from spalier.runs.learning import digest
 from spalier.runs.processes import Machine
 from spalier.runs.settings import Settings
-from spalier.tasks import Store, Task
-from spalier.text import table
+from spalier.tasks import SUFFIX, Store, Task
+from spalier.text import byte_size, table
 
 Row = dict[str, Any]
 _SIZES = ("channels", "weights", "macs", "learned", "bytes")
@@ -53,7 +54,35 @@ class Results:
 
     def __str__(self) -> str:
         shown = [[cell(name, row.get(name)) for name in COLUMNS] for row in self.rows]
-        return table(TITLES, shown)
+        return f"{table(TITLES, shown)}\n\n{self.summary()}"
+
+    @property
+    def best(self) -> Row:
+        """The row of the smallest network that is as good as the best but for a point, by validation samples.
+
+        Without any, the last one: nothing is ever chosen by test samples.
+        """
+        seen = [row["validation"] for row in self.rows if row.get("validation") is not None]
+        good = [row for row in self.rows if seen and (row.get("validation") or 0.0) >= max(seen) - 0.01]
+        return good[-1] if good else self.rows[-1]
+
+    def summary(self) -> str:
+        """What came out, what it cost and what to do next."""
+        if not self.rows:
+            return "nothing came out: the run has no rows"
+        row, whole = self.best, self.rows[0]
+        part = "test" if row.get("test") is not None else "validation"
+        right, first = (cell(part, each.get(part)) for each in (row, whole))
+        kept = cell("channels", row.get("channels"))
+        came_out = f"{row['task']}: {right} right ({part}) with {kept} of the channels; whole, {first}"
+        sizes = f"{byte_size(row['bytes'])} for this task, {byte_size(sum(r['bytes'] for r in self.rows))} for all"
+        cost = f"{self.rows[-1]['seconds']:,.0f} s, {self.rows[-1]['steps']:,} steps; {sizes} {len(self.rows)}"
+        place = shlex.quote(str(self.folder))
+        file = shlex.quote(str(self.folder / "tasks" / f"{row['task']}{SUFFIX}"))
+        lines = [["came out", came_out], ["cost", cost], *_advice(row, whole, part)]
+        following = (f"eval {place}", f"task export {file} -o small.onnx", f"report {place}")
+        lines += [["next" if not number else "", f"spalier {text}"] for number, text in enumerate(following)]
+        return "\n".join(f"{title:9} {text}" for title, text in lines)
 
     @property
     def tasks(self) -> Store:
@@ -81,6 +110,18 @@ class Results:
                 "folder",
                 f"{str(file)!a} cannot be read ({type(error).__name__}); expected the results of a run",
             ) from error
+
+
+def _advice(row: Row, whole: Row, part: str) -> list[list[str]]:
+    """What to try where little was learned, or much was lost."""
+    last, first = row.get(part), whole.get(part)
+    if last is None or first is None:
+        return []
+    if first < 0.5:
+        return [["note", "little was learned: try a pretrained base (--pretrained), more --epochs, another --lr"]]
+    if last < first - 0.05:
+        return [["note", "pruning cost much: try more --set epochs_per_prune=, or densities in smaller steps"]]
+    return []
 
 
 def rows_to_csv(rows: Sequence[Row]) -> str:

@@ -33,8 +33,10 @@ from spalier.tasks import check_name
 
 BY_RECIPE: Any = None
 """The default of settings that the recipe fills in."""
-RESUMABLE = frozenset({"num_workers", "cache_folder", "data_folder", "channels_last", "checkpoint_seconds", "trackers"})
-"""Settings that a run may be resumed with other values of: they change nothing, or only rounding (channels_last)."""
+RESUMABLE = frozenset(
+    {"num_workers", "cache_folder", "data_folder", "channels_last", "checkpoint_seconds", "trackers", "device"}
+)
+"""Settings that a run may be resumed with other values of: nothing changes, or rounding (channels_last, device)."""
 SELECT_OPTIONS = ("normalise", "aggregate", "min_keep", "round_to", "protect", "rank")
 _LONGEST_SUFFIX = "-1000000000B"  # what a task's name may have behind the run's
 
@@ -118,6 +120,7 @@ class Settings:
         mixed_precision: no, bf16 or fp16.
         channels_last: the memory layout; by default channels last on CPUs only.
         deterministic: use PyTorch's deterministic algorithms.
+        device: cpu, cuda, cuda:1, mps...; by default what there is.
         seed: seeds the data's order, augmentation, dropout and new weights.
 
     Args: Output
@@ -199,6 +202,7 @@ class Settings:
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     channels_last: bool | None = None
     deterministic: bool = False
+    device: str | None = None
     seed: int = 0
 
     name: str = BY_RECIPE
