@@ -31,8 +31,8 @@ from spalier.text import check_integer
 
 Ranking = Literal["global", "local"]
 Masks = dict[str, Mask]
-_FLOOR = 0.25
-"""Of the share that was asked for, what every layer keeps at least."""
+_LEAST = 3
+"""Units that every layer keeps where nobody says how many: with one or two nothing much passes."""
 
 
 def select(
@@ -77,8 +77,8 @@ def select(
         aggregate: how the scores of coupled writers become one: their mean, sum or max. A unit of a stream with
             several writers takes a channel from each of them; the mean is what it is worth for each channel. With
             ``macs=`` convolutional networks fare better with the sum (benchmarks/choices.py).
-        min_keep: how many units stay everywhere; by default a quarter of the share that was asked for, of each layer,
-            so that no layer collapses while others stay whole.
+        min_keep: how many units stay everywhere; by default half of the share that was asked for, of each layer, and
+            three at least, so that no layer collapses while others stay whole; one where that cannot be.
         round_to: widths become multiples of this, 8 or 16 say, or stay whole.
         protect: layers that keep all their channels, names or patterns of modules.
         example: the batch whose latency counts; by default the example that the network was traced with.
@@ -108,13 +108,19 @@ def select(
     budget = _budget(shares, bytes, rank)
     structure = structure_of(net, structure or (scores.structure if scores is not None else None))
     search = _Search(net, Meter(net, structure), ranking, writers, _protected(net, structure, protect))
-    units = Order([], ranking)
-    if scores is not None:
-        floor = _floor(budget) if min_keep is None else min_keep
-        units = Order(search.groups(scores, normalise, aggregate, floor, round_to), ranking)
-    elif budget is not None and budget[0] != "bytes":
+    if scores is None and budget is not None and budget[0] != "bytes":
         raise PlanError(f"a budget of {budget[0]} needs scores; pass what score returns")
-    plan = search.plan(units, budget, rank, example)
+
+    def plan_with(least: int, share: float = 0.0) -> Plan:
+        groups = [] if scores is None else search.groups(scores, normalise, aggregate, least, share, round_to)
+        return search.plan(Order(groups, ranking), budget, rank, example)
+
+    try:
+        plan = plan_with(_LEAST, _floor(budget)) if min_keep is None else plan_with(min_keep)
+    except BudgetError:  # a floor that nobody asked for is in nobody's way
+        if min_keep is not None:
+            raise
+        plan = plan_with(1)
     assert_same_on_every_rank("the plan", (plan.keep, plan.ranks, plan.writers))
     return plan
 
@@ -137,12 +143,9 @@ def _budget(shares: Mapping[str, float | None], size: int | None, rank: float | 
 
 
 def _floor(budget: tuple[str, float] | None) -> float:
-    """The share of its units that every layer keeps: always within reach, since it is less than what was asked for.
-
-    A budget of MACs or weights shrinks with the product of two widths, and leaves more of each.
-    """
+    """The share of its units that every layer keeps, where the budget is a share itself."""
     kind, value = budget or ("rank", 0.0)
-    return _FLOOR * value if kind in ("channels", "weights", "macs") else 0.0
+    return value / 2 if kind in ("channels", "weights", "macs") else 0.0
 
 
 def _protected(net: nn.Module, structure: Structure, protect: Any) -> set[str]:
@@ -263,7 +266,8 @@ class _Search:
         scores: Scores,
         normalise: Normalise | None,
         aggregate: Aggregate,
-        min_keep: float,
+        min_keep: int,
+        share: float,
         round_to: int,
     ) -> list[Group]:
         """The units of every stream, or of every free writer, but for those that are protected."""
@@ -277,7 +281,7 @@ class _Search:
                 for name in own
                 if name not in self.protected
             }
-            floor = min_keep if isinstance(min_keep, int) else max(1, int(min_keep * stream.size))
+            floor = max(min_keep, math.ceil(share * stream.size))
             least = floor
             if not own and f"stream:{stream.name}" not in self.protected:
                 value, forced = _of_stream(scores.of(stream.name, normalise, aggregate), scores, number, kept)
