@@ -107,6 +107,17 @@ def count(net: nn.Module, example: Any = None, *, samples: int | None = None) ->
     return Count(_by_module(net, macs, normed, samples), samples)
 
 
+def print_trainable_parameters(net: nn.Module) -> None:
+    """One line, in the words that users of PEFT know: what learns, and out of how much.
+
+    >>> print_trainable_parameters(nn.Linear(4, 2).requires_grad_(False))
+    trainable params: 0 || all params: 10 || trainable%: 0.00
+    """
+    found = count(net)
+    share = 100 * found.learned / max(found.parameters, 1)
+    print(f"trainable params: {found.learned:,} || all params: {found.parameters:,} || trainable%: {share:.2f}")
+
+
 def _by_module(
     net: nn.Module, macs: dict[nn.Module, int], normed: dict[nn.Module, int], samples: int | None
 ) -> tuple[ModuleCount, ...]:

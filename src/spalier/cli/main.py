@@ -8,6 +8,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -71,6 +72,7 @@ class Console:
 
     def fail(self, exit_code: int, code: str, message: str) -> int:
         """Print an error, as a document too where one was asked for; its exit code."""
+        message = as_options(message)
         if self.as_json:
             self.show("", {"error": {"code": code, "message": message}})
         click.echo(f"spalier: {message}", err=True)
@@ -191,6 +193,27 @@ def _described(error: BaseException) -> tuple[str, str]:
         f"{type(error).__name__}: {message}; this was not expected, so it may be a defect of Spalier or of code of "
         "yours that it runs: --debug shows where"
     )
+
+
+def as_options(message: str) -> str:
+    """Settings as one types them here, where an error speaks of Python's arguments.
+
+    >>> as_options("pass weights=FILE, skip_bad=True or head=, a name")
+    'pass --weights FILE, --set skip_bad=true or --set head=NAME, a name'
+    """
+    own = {"pretrained": "--pretrained", "weights": "--weights", "batch_size": "--batch-size", "image_size": "--size"}
+    own |= {name: f"--{name}" for name in ("epochs", "lr", "seed", "device", "method", "data", "network")}
+
+    def typed(found: re.Match[str]) -> str:
+        name, value = found[1], found[2] or "NAME"
+        if name in own:
+            return own[name] if value == "True" else f"{own[name]} {value}"
+        return f"--set {name}={value.lower() if value in ('True', 'False') else value}"
+
+    return re.sub(rf"(?<![\w.(-])({'|'.join([*own, *_SETTINGS])})=(\w*)", typed, message)
+
+
+_SETTINGS = ("skip_bad", "head", "cache_folder", "max_train_samples", "labels", "classes", "min_keep", "num_workers")
 
 
 def _one_line(text: str) -> str:

@@ -117,6 +117,22 @@ class Plan:
         object.__setattr__(self, "ranks", components)
         object.__setattr__(self, "prediction", prediction)
 
+    @property
+    def nearly_gone(self) -> dict[str, tuple[int, int]]:
+        """Streams and writers that lose most of what they have, and keep under 5% or at most two units: kept and of."""
+        sizes = {name: (len(units), _size(self.structure, name, self.writers)) for name, units in self.keep.items()}
+        return {n: (kept, size) for n, (kept, size) in sizes.items() if size > 4 and (kept <= 2 or kept < size / 20)}
+
+    def warning(self) -> str:
+        """What to know of layers that nearly disappear, and what to try; empty where none does."""
+        found = [f"{name} ({kept} of {size})" for name, (kept, size) in self.nearly_gone.items()]
+        if not found:
+            return ""
+        return (
+            f"nearly gone: {first_few(found, 8)}; what passes there is lost: try min_keep=4, "
+            "ranking='local', protect=, or a larger budget"
+        )
+
     def __str__(self) -> str:
         parts = []
         if self.keep or not self.ranks:
@@ -128,6 +144,8 @@ class Plan:
             parts.append(table(["adapter", "rank"], [[name, str(len(r))] for name, r in self.ranks.items()]))
         if self.prediction is not None:
             parts.append(str(self.prediction))
+        if warning := self.warning():
+            parts.append(warning)
         return "\n\n".join(parts)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -36,6 +37,7 @@ from spalier.text import import_optional
 from spalier.timing import finished, lower_quartile, time_call
 
 Tensors = dict[str, Tensor]
+_LOG = logging.getLogger("spalier")
 
 
 # losses
@@ -72,6 +74,16 @@ def training_loss(config: Settings, logits: Tensor, labels: Tensor, teacher: Ten
 def mean_loss(output: Any, labels: Tensor) -> Tensor:
     """The mean cross entropy of a batch, as criteria take it."""
     return cross_entropy(logits_of(output), labels) / len(labels)
+
+
+def warn_of_one_step(samples: int, batch_size: int) -> None:
+    """An epoch of one step learns next to nothing."""
+    _LOG.warning(
+        "one step an epoch: %d training samples in batches of %d; set a smaller batch_size (--batch-size), or more "
+        "epochs (--epochs)",
+        samples,
+        batch_size,
+    )
 
 
 # learning rates
