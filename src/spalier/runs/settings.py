@@ -32,32 +32,40 @@ from spalier.tasks import check_name
 
 BY_RECIPE: Any = None
 """The default of settings that the recipe fills in."""
-_RECIPES: dict[str, tuple[Any, Any]] = {
-    "epochs": (30, 8),
-    "epochs_per_prune": (20, 4),
-    "batch_size": (256, 64),
-    "optimizer": ("sgd", "adamw"),
-    "learn": ("direct", "direct"),
-    "lr": (0.01, 0.01),
-    "refit_epochs": (2, 2),
-    "storage": ("exact", "exact"),
-    "scale_lr": (True, False),
-    "weight_decay": (5e-4, 1e-4),
-    "weight_decay_norms": (True, False),
-    "lr_schedule": ("step", "cosine"),
-    "schedule": ("iterative", None),
-    "final_density": (0.05, None),
-    "densities": (None, (0.7, 0.5, 0.3, 0.2, 0.1)),
-    "writers": ("free", "coupled"),
-    "recovery": ("none", "norms"),
+_RECIPES: dict[str, tuple[Any, Any, Any]] = {
+    "epochs": (30, 8, 4),
+    "epochs_per_prune": (20, 4, 2),
+    "batch_size": (256, 64, 32),
+    "optimizer": ("sgd", "adamw", "adamw"),
+    "learn": ("direct", "direct", "direct"),
+    "lr": (0.01, 0.01, 0.01),
+    "refit_epochs": (2, 2, 1),
+    "storage": ("exact", "exact", "exact"),
+    "scale_lr": (True, False, False),
+    "weight_decay": (5e-4, 1e-4, 0.01),
+    "weight_decay_norms": (True, False, False),
+    "lr_schedule": ("step", "cosine", "cosine"),
+    "warmup_epochs": (0.0, 0.0, 0.2),
+    "grad_clip": (None, None, 1.0),
+    "schedule": ("iterative", None, None),
+    "final_density": (0.05, None, None),
+    "densities": (None, (0.7, 0.5, 0.3, 0.2, 0.1), (0.7, 0.5, 0.3)),
+    "budget": ("channels", "channels", "macs"),
+    "writers": ("free", "coupled", "coupled"),
+    "recovery": ("none", "norms", "none"),
 }
 RECIPES = {
     recipe: {name: values[column] for name, values in _RECIPES.items() if values[column] is not None}
-    for column, recipe in enumerate(("paper", "fast"))
+    for column, recipe in enumerate(("paper", "fast", "text"))
 }
-"""``paper`` is section 4 of *Structured Pruning Adapters*, as its text has it. ``fast`` is for small data."""
+"""``paper`` is section 4 of *Structured Pruning Adapters*, as its text has it. ``fast`` is for small data; where these
+are texts it becomes ``text``, what is usual for BERTs."""
 RATES = {"splora": 3e-3, "spdelta": 5e-4, "sppara": 1e-3, "lora": 3e-3, "fine-pruning": 5e-4}
 """The learning rate of each method, by AdamW: good on small and large networks and on a transformer, best on none."""
+TEXT_RATES = {"splora": 1e-3, "spdelta": 1e-4, "sppara": 5e-4, "lora": 1e-3, "fine-pruning": 1e-4}
+"""The same for language models."""
+TEXT = "text:"
+"""How data begin that are texts, whose defaults are others."""
 RESUMABLE = frozenset({"num_workers", "cache_folder", "data_folder", "channels_last", "checkpoint_seconds", "trackers"})
 """Settings that a run may be resumed with other values of: they change nothing, or only rounding (channels_last)."""
 SELECT_OPTIONS = ("normalise", "aggregate", "min_keep", "round_to", "protect", "rank")
@@ -73,12 +81,16 @@ class Settings:
     Those that nobody gives are filled in by the recipe, and a run's file says what they came to.
 
     Args: Data
-        data: digits, torchvision:NAME, hf:NAME or folder:PATH.
+        data: digits, torchvision:NAME, hf:NAME, folder:PATH or text:PATH.
         data_folder: where data sets are; by default $SPALIER_DATA, or ./data.
         image_size: the side of the images in pixels; by default as the data set has it.
         classes: the classes to learn; by default all.
         max_train_samples: use at most so many training samples.
         validation_split: the share of the training samples to validate on.
+        tokenizer: the network whose tokenizer texts go through; by default the run's own.
+        max_length: tokens of a text at most; by default what the tokenizer says, at most 512.
+        text_column: the column of texts, by default text, sentence...; with hf:NAME it says that the set has texts.
+        label_column: the column of classes; by default label, class, category...
         labels: false to learn from the teacher alone, without labels.
         augment: shift and flip training images.
         skip_bad: leave out files that cannot be read, and list them in the results.
@@ -163,6 +175,10 @@ class Settings:
     classes: tuple[str, ...] | None = None
     max_train_samples: int | None = None
     validation_split: float = 0.1
+    tokenizer: str | None = None
+    max_length: int | None = None
+    text_column: str | None = None
+    label_column: str | None = None
     labels: bool = True
     augment: bool = True
     skip_bad: bool = False
@@ -188,7 +204,7 @@ class Settings:
     final_density: float | None = BY_RECIPE
     prune_step: float = 0.05
     prune_steps: int = 5
-    budget: Literal["channels", "weights", "macs", "latency", "bytes"] = "channels"
+    budget: Literal["channels", "weights", "macs", "latency", "bytes"] = BY_RECIPE
     ranking: Literal["global", "local"] = "global"
     writers: Literal["coupled", "free"] = BY_RECIPE
     select_options: dict[str, Any] = field(default_factory=dict)
@@ -208,13 +224,13 @@ class Settings:
     head_lr_scale: float = 1.0
     scale_lr: bool = BY_RECIPE
     lr_schedule: Literal["step", "cosine", "constant"] = BY_RECIPE
-    warmup_epochs: float = 0.0
+    warmup_epochs: float = BY_RECIPE
     momentum: float = 0.9
     weight_decay: float = BY_RECIPE
     weight_decay_norms: bool = BY_RECIPE
     keep_optimizer: bool = False
     label_smoothing: float = 0.0
-    grad_clip: float | None = None
+    grad_clip: float | None = BY_RECIPE
     ema_decay: float | None = None
     validate_every: int = 0
     keep_best: bool = False
@@ -324,6 +340,11 @@ class Settings:
         return made
 
     @property
+    def is_text(self) -> bool:
+        """Whether the data are texts."""
+        return _is_text(vars(self))
+
+    @property
     def forms(self) -> list[Form]:
         """The narrow forms that are written at each density; none where the narrow form is learned directly."""
         return [form_of(name) for name in self.codes or ()] if self.learn == "wide" else []
@@ -377,7 +398,8 @@ def differences(was: Settings, now: Settings, ignored: frozenset[str] = RESUMABL
 
 def _filled(given: Mapping[str, Any]) -> dict[str, Any]:
     """What follows from the recipe and other settings, for those that were not given."""
-    recipe, found = given["recipe"], dict(RECIPES[given["recipe"]])
+    recipe, is_text = given["recipe"], _is_text(given)
+    found = dict(RECIPES["text" if is_text and recipe == "fast" else recipe])
     has_schedule = given["schedule"] is not None or given["final_density"] is not None
     if given["densities"] is not None or given["budget"] == "bytes":  # bytes have to be listed
         for name in ("schedule", "final_density", "densities"):
@@ -390,10 +412,11 @@ def _filled(given: Mapping[str, Any]) -> dict[str, Any]:
     if given["codes"] is not None or given["method"] == "spdelta":
         found["learn"] = "wide"  # few bits are hard to learn and easy to store
     learn = given["learn"] or found["learn"]
+    rates = TEXT_RATES if is_text else RATES
     if recipe == "fast":
-        found["lr"] = RATES["fine-pruning" if learn == "wide" else given["method"]]
+        found["lr"] = rates["fine-pruning" if learn == "wide" else given["method"]]
     is_adamw = (given["optimizer"] or found["optimizer"]) == "adamw"  # as narrow forms learn by
-    lr = given["lr"] if is_adamw and given["lr"] is not None else RATES["fine-pruning"]
+    lr = given["lr"] if is_adamw and given["lr"] is not None else rates["fine-pruning"]
     found["refit_lr"] = lr / 2  # it begins near a good place
     if learn == "wide":
         found["storage"] = "int8-all"  # few bits for a weight, and many for a norm, would be badly shared out
@@ -409,9 +432,15 @@ def _filled(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _is_text(settings: Mapping[str, Any]) -> bool:
+    """By the data's name, or by a setting that only texts have."""
+    own = (settings["text_column"], settings["tokenizer"], settings["max_length"])
+    return settings["data"].removeprefix("given:").startswith(TEXT) or any(each is not None for each in own)
+
+
 def _name_of(data: str) -> str:
     """A task's name from the data's: letters, digits and dashes."""
-    last = Path(data.partition(":")[2] or data).name
+    last = Path(data.removeprefix("given:").partition(":")[2] or data).name
     kept = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in last).strip("-_")
     return kept[:60] or "task"
 
@@ -430,7 +459,7 @@ _RANGES: list[tuple[str, Callable[[float], bool], tuple[str, ...]]] = [
     (
         "more than 0",
         lambda x: x > 0,
-        ("lr", "refit_lr", "head_lr_scale", "grad_clip", "temperature", "image_size", "max_train_samples"),
+        ("lr", "refit_lr", "head_lr_scale", "grad_clip", "temperature", "image_size", "max_train_samples", "max_length"),
     ),
     ("a number in [0, 1)", lambda x: 0 <= x < 1, ("validation_split", "momentum", "label_smoothing")),
     ("a number in (0, 1]", lambda x: 0 < x <= 1, ("prune_step", "final_density", "distill_weight")),
