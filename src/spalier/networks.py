@@ -198,9 +198,18 @@ def _auto_class(transformers: Any, name: str, config: Any) -> Any:
     raise NetworkError(f"hf:{name} is a {config.model_type}, which classifies neither images nor texts")
 
 
+def reads_texts(net: nn.Module) -> bool:
+    """Whether a network of transformers takes tokens."""
+    first = getattr(net, "get_input_embeddings", None)
+    try:
+        return callable(first) and isinstance(first(), nn.Embedding)
+    except (NotImplementedError, AttributeError):  # as some networks of images say
+        return False
+
+
 def name_classes_(net: nn.Module, classes: Sequence[str]) -> None:
     """Let the configuration of a network of transformers say what its outputs are."""
-    config = getattr(net, "config", None)
+    config: Any = getattr(net, "config", None)
     if not classes or not hasattr(config, "id2label"):
         return
     config.id2label, config.label2id = dict(enumerate(classes)), {name: i for i, name in enumerate(classes)}

@@ -137,7 +137,7 @@ class Data:
     def example(self, count: int = 2) -> Inputs:
         """Inputs of the shape that costs and latency are stated for."""
         made = getattr(self.train, "example", None)
-        return torch.zeros(count, *self.shape) if made is None else made(count, *self.shape)  # type: ignore[no-any-return]
+        return torch.zeros(count, *self.shape) if made is None else made(count, *self.shape)
 
     def __str__(self) -> str:
         """The splits with their samples and classes, and what is worth knowing."""

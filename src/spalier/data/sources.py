@@ -1,4 +1,4 @@
-"""`open_data`: a data set by name, from scikit-learn, torchvision, Hugging Face, a folder of images or files of texts."""
+"""`open_data`: a data set by name, of scikit-learn, torchvision, Hugging Face, folders of images or files of texts."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ def open_data(
     check_integer("seed", seed)
     share = check_share(validation_split)
     size = None if image_size is None else check_integer("image_size", image_size, 4)
-    limits = {"labels": labels, "classes": classes, "max_train_samples": max_train_samples, "seed": seed}
+    limited = partial(_limited, labels=labels, classes=classes, max_train_samples=max_train_samples, seed=seed)
     if tokenizer is not None or name.startswith("text:"):
         found = _find_texts(name, tokenizer, labels, text_column, label_column)
-        return text_data(name, _limited(found, **limits), tokenizer or "", max_length, share, seed, skip_bad)
+        return text_data(name, limited(found), tokenizer or "", max_length, share, seed, skip_bad)
     root = folder or os.environ.get(_DATA_FOLDER_VARIABLE) or "data"
     samples, preprocessing = _find(name, Path(root).expanduser(), size, labels, download)
-    samples = _limited(samples, **limits)
+    samples = limited(samples)
     if not len(samples) and not samples.bad:
         raise DataError(f"{printable(name)} has no images at all; expected some")
     decoded = decode_files(samples.files, preprocessing.stored, cache_folder)

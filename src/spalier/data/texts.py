@@ -176,7 +176,7 @@ def texts_of(
 
 
 def _items(split: int, given: Any) -> Iterator[Row]:
-    dataset = given.dataset if isinstance(given, DataLoader) else given
+    dataset: Any = given.dataset if isinstance(given, DataLoader) else given
     for i in range(len(dataset)):
         item = dataset[i]
         if not isinstance(item, tuple | list) or len(item) != 2:
@@ -405,4 +405,3 @@ def _json_lines(file: Path, text: str, problems: list[BadFile]) -> Iterator[tupl
             yield number, row
         else:
             problems.append(BadFile(f"{file.name} line {number}", "no JSON object, expected {...}"))
-

@@ -556,7 +556,7 @@ class Engine:
     def to_device(self, inputs: Inputs) -> Inputs:
         """Inputs where the network is, in its memory layout."""
         inputs = each(lambda t: t.to(self.machine.device, non_blocking=True), inputs)
-        return inputs if self.machine.channels_last else each(lambda t: t.contiguous(), inputs)  # type: ignore[no-any-return]
+        return inputs if self.machine.channels_last else each(lambda t: t.contiguous(), inputs)
 
     def _seed(self, what: str) -> None:
         """Seed a phase: networks may draw numbers in eval mode too."""

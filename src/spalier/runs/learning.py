@@ -489,7 +489,9 @@ def examples(
     chosen = [*_surest(sure, labels, ~is_right), *_surest(sure, labels, is_right)]
     items = [{"label": int(labels[i]), "guess": int(guess[i]), "confidence": round(float(sure[i]), 4)} for i in chosen]
     if texts is not None:
-        return {"items": [item | {"text": texts[indices[i]][:_SHOWN]} for item, i in zip(items, chosen, strict=True)]}, None
+        return {
+            "items": [item | {"text": texts[indices[i]][:_SHOWN]} for item, i in zip(items, chosen, strict=True)]
+        }, None
     images = split.fetch(indices[np.array(chosen, np.int64)], None)[0]
     assert isinstance(images, Tensor)
     tiles, side = _tiles(images)
@@ -497,8 +499,9 @@ def examples(
 
 
 def _are_images(samples: Inputs) -> bool:
-    is_tensor = isinstance(samples, Tensor)
-    return is_tensor and samples.dim() == 4 and samples.shape[1] in (1, 3) and samples.dtype.is_floating_point
+    if not isinstance(samples, Tensor):
+        return False
+    return samples.dim() == 4 and samples.shape[1] in (1, 3) and samples.dtype.is_floating_point
 
 
 def _surest(sure: Tensor, labels: Tensor, among: Tensor) -> list[int]:

@@ -339,11 +339,11 @@ def _check_fit(config: Settings, net: nn.Module, data: Data, machine: Machine) -
     try:
         logits = logits_of(call(net, each(lambda t: t.to(machine.device), inputs)))
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        remedy = "set image_size, convert the network (net.float()), or use another"
+        words, remedy = f"float32 images of {data.shape}", "set image_size, convert the network (net.float())"
         if data.is_text:
-            remedy = "set max_length to what it can read, or tokenizer to the network whose words it knows"
-        words = f"texts of {data.preprocessing['max_length']} tokens" if data.is_text else f"float32 images of {data.shape}"
-        raise RunError("classes", f"the network does not run on {words}: {error}; {remedy}") from error
+            words = f"texts of up to {data.preprocessing['max_length']} tokens"
+            remedy = "set max_length to what it can read, tokenizer to the network whose words it knows"
+        raise RunError("classes", f"the network does not run on {words}: {error}; {remedy}, or use another") from error
     if logits.dim() != 2 or logits.shape[1] != len(data.classes):
         raise RunError(
             "classes",
