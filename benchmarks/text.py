@@ -340,7 +340,7 @@ def main() -> None:
     parser.add_argument("--data", default=",".join(SPECS))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument(
-        "--only", default="", help="some of fine-pruning, latency, bytes-50, splora, lora, bytes-30, bytes-100"
+        "--only", default="", help="some of fine-pruning, latency, splora, lora, bytes-50, -30, -100"
     )
     parser.add_argument("--work", type=Path, default=WORK)
     options = parser.parse_args()
