@@ -21,7 +21,7 @@ SOURCE = ROOT / "src" / "spalier"
 # Each module may import what stands above it and nothing else of ours.
 LAYERS = [
     {"errors", "text"},
-    {"models", "distributed", "files", "timing"},
+    {"models", "distributed", "files", "timing", "inputs"},
     {"adapters"},
     {"structure"},
     {"counting"},
@@ -88,7 +88,7 @@ RUNS_LAYERS = [
     {"run"},
     {"sweep"},
 ]
-DATA_LAYERS = [{"data"}, {"images", "loader"}, {"sources"}]
+DATA_LAYERS = [{"data"}, {"images", "loader"}, {"texts"}, {"sources"}]
 INTEGRATIONS_LAYERS = [{"lightning", "transformers"}]
 REPORTING_LAYERS = [{"draw", "load"}, {"figures"}, {"comparisons"}, {"page"}]
 CLI_LAYERS = [

@@ -14,12 +14,13 @@ import click
 
 import spalier
 from spalier.cli.main import EXISTING_FOLDER, FILE, FOLDER, Console, command
-from spalier.cli.opening import SUFFIX, base_options, load_task, open_base, run_beside, shape_of, task_files
+from spalier.cli.opening import SUFFIX, base_options, example_of, load_task, open_base, run_beside, task_files
 from spalier.errors import NetworkError, TaskFileError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
+    from spalier.inputs import Inputs
     from spalier.tasks import Task
 
 TASK_FILE = click.argument("task", metavar="TASK", type=click.Path())
@@ -209,26 +210,23 @@ TOLERANCE = 1e-3
 @TASK_FILE
 @base_options
 @click.option("--out", "-o", required=True, type=FILE, help="A .onnx, .pt2 (torch.export) or .pte (ExecuTorch) file.")
-@click.option("--shape", help="The shape of one input; by default the task's images.")
+@click.option("--shape", help="The shape of one input, or how many tokens; by default the task's.")
 @click.option("--fold/--no-fold", default=True, help="Fold batch norms into the layers before them.")
 def export(
     console: Console, task: str, base: str | None, out: str, shape: str | None, fold: bool, **network: Any
 ) -> None:
     """Write a task's network in a form for other runtimes, run it there, and compare.
 
-    The batch is free in .onnx and .pt2, and 1 in .pte.
+    The batch is free in .onnx and .pt2, and the number of tokens too; in .pte both are fixed, the batch to 1.
 
     Examples:
         spalier task export runs/digits/tasks/digits-50.task.safetensors -o small.onnx
         spalier task export runs/digits/tasks/digits-50.task.safetensors -o small.pt2
     """
-    import torch
-
     ending = _checked_ending(out, tuple(EXPORTERS), task, network["weights"])
     found, _, small = _build(task, base, fold, network)
-    torch.manual_seed(0)
     # torch.export takes an axis of size 1 for a constant, so a free batch is exported with 2 samples.
-    example = torch.randn(1 if ending == ".pte" else 2, *shape_of(shape, [found]))
+    example = example_of(small, 1 if ending == ".pte" else 2, shape, [found])
     difference, size = _export(small, example, Path(out))
     runtime = EXPORTERS[ending][0]
     console.show(
@@ -237,11 +235,12 @@ def export(
     )
 
 
-def _export(net: nn.Module, example: Tensor, out: Path) -> tuple[float, int]:
+def _export(net: nn.Module, example: Inputs, out: Path) -> tuple[float, int]:
     """How far the runtime's outputs are from PyTorch's, and the bytes of the file. A wrong file is not kept."""
     import torch
 
     from spalier import files
+    from spalier.inputs import call, tensors_of
     from spalier.networks import logits_of
     from spalier.text import import_optional
 
@@ -255,10 +254,10 @@ def _export(net: nn.Module, example: Tensor, out: Path) -> tuple[float, int]:
         except Exception as error:  # exporters raise kinds of their own for whatever a network does
             words = " ".join(str(error).split())[:300]
             raise NetworkError(
-                f"{runtime} cannot take the network with inputs of {tuple(example.shape)}: {words}; pass the --shape "
-                "that it was learned with, or another kind of file"
+                f"{runtime} cannot take the network with inputs of {tuple(tensors_of(example)[0].shape)}: {words}; "
+                "pass the --shape that it was learned with, or another kind of file"
             ) from error
-        wanted = logits_of(net(example))
+        wanted = logits_of(call(net, example))
         difference = float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
         if not difference < TOLERANCE:  # NaN is not smaller either
             raise NetworkError(
@@ -282,40 +281,60 @@ def _quiet_exporters() -> Iterator[None]:
         logging.disable(before)
 
 
-def _write_onnx(net: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Any]:
+def _arguments(example: Inputs) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Positional and keyword arguments of an exporter, and which of their axes are free: samples, and tokens."""
+    import torch
+
+    batch = torch.export.Dim("batch")
+    if not isinstance(example, dict):
+        return (example,), {}, ({0: batch},)
+    axes = {0: batch, 1: torch.export.Dim("tokens", min=2)}
+    return (), example, dict.fromkeys(example, axes)
+
+
+def _write_onnx(net: nn.Module, example: Inputs, path: Path) -> Callable[[Inputs], Any]:
     # PyTorch's exporter needs the first and the last, and may say so in words of its own, deep inside
     import onnx  # noqa: F401
     import onnxruntime
     import onnxscript  # noqa: F401
     import torch
 
-    batches = ({0: torch.export.Dim("batch")},)
+    from spalier.inputs import tensors_of
+
+    args, kwargs, free = _arguments(example)
     options: dict[str, Any] = {"dynamo": True, "verbose": False, "external_data": False}
-    torch.onnx.export(net, (example,), str(path), dynamic_shapes=batches, **options)
+    torch.onnx.export(net, args, str(path), kwargs=kwargs, dynamic_shapes=free, **options)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    name = session.get_inputs()[0].name
-    return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+    names = [given.name for given in session.get_inputs()]
+    return lambda x: torch.from_numpy(
+        session.run(None, {n: t.numpy() for n, t in zip(names, tensors_of(x), strict=True)})[0]
+    )
 
 
-def _write_program(net: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Any]:
+def _write_program(net: nn.Module, example: Inputs, path: Path) -> Callable[[Inputs], Any]:
     import torch
 
-    batches = ({0: torch.export.Dim("batch")},)
-    torch.export.save(torch.export.export(net, (example,), dynamic_shapes=batches), path)
-    loaded: Callable[[Tensor], Any] = torch.export.load(path).module()
-    return loaded
+    from spalier.inputs import call
+
+    args, kwargs, free = _arguments(example)
+    torch.export.save(torch.export.export(net, args, kwargs, dynamic_shapes=free), path)
+    loaded = torch.export.load(path).module()
+    return lambda x: call(loaded, x)
 
 
-def _write_executorch(net: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Any]:
+def _write_executorch(net: nn.Module, example: Inputs, path: Path) -> Callable[[Inputs], Any]:
     import torch
     from executorch.exir import to_edge
     from executorch.runtime import Runtime
 
-    path.write_bytes(to_edge(torch.export.export(net, (example,))).to_executorch().buffer)
+    from spalier.inputs import tensors_of
+
+    args, kwargs, _ = _arguments(example)
+    path.write_bytes(to_edge(torch.export.export(net, args, kwargs)).to_executorch().buffer)
     method = Runtime.get().load_program(path).load_method("forward")
     assert method is not None
     # The runtime reuses its output's memory.
-    return lambda x: method.execute([x])[0].clone()
+    return lambda x: method.execute(tensors_of(x))[0].clone()
 
 
 EXPORTERS = {

@@ -33,6 +33,7 @@ MEASURES = {"test": "test accuracy", "validation": "validation accuracy"}
 """What accuracy may be of, the better measure first."""
 TASK_SETTINGS = ("name", "data", "classes")
 """Settings that say what is learned, rather than how."""
+MAX_EXAMPLES, MAX_TEXT = 256, 500
 MAX_PIXELS = 1 << 24
 SMALLEST, LARGEST = 1e-100, 1e15
 """Between these lie all numbers that a run can measure, zero aside, and all that can be drawn."""
@@ -89,12 +90,13 @@ class ScoreCounts:
 
 @dataclass(frozen=True)
 class Example:
-    """An image, its class, and what it was predicted as."""
+    """An image or a text, its class, and what it was predicted as."""
 
     label: int
     guess: int
     confidence: float
-    png: bytes
+    png: bytes = b""
+    text: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,7 +329,7 @@ def _block_result(path: Path, block: Mapping[str, Any], result: TaskResult) -> T
         classes=classes,
         confusion=confusion,
         scores=_scores(path.with_name(f"{path.stem.partition('-')[0]}.scores.json")),
-        examples=_examples(sheet, examples, len(classes)) if examples and sheet.exists() else (),
+        examples=_examples(sheet, examples, len(classes)) if examples and examples.get("items") else (),
     )
 
 
@@ -392,15 +394,22 @@ def _scores(path: Path) -> ScoreCounts | None:
 
 
 def _examples(path: Path, said: Mapping[str, Any], classes: int) -> list[Example]:
-    """The images of a sheet, one by one, with what the block says of them."""
+    """Texts, or the images of a sheet, one by one, with what the block says of them."""
     items = said["items"]
-    side, columns = _counts([said["side"], said["columns"]], (2,))
-    sheet_size = (side * columns, side * math.ceil(len(items) / columns))
     guesses = _counts([[item["label"], item["guess"]] for item in items], (len(items), 2))
-    if not 0 < math.prod(sheet_size) <= MAX_PIXELS or np.max(guesses) >= classes:
-        raise ValueError("examples are too large, or of other classes")
     if any(share(item["confidence"]) is None for item in items):
         raise ValueError("confidences are not between 0 and 1")
+    if np.max(guesses) >= classes or len(items) > MAX_EXAMPLES:
+        raise ValueError("examples are too many, or of other classes")
+    if "side" not in said:
+        texts = [clean(str(item["text"]))[:MAX_TEXT] for item in items]
+        return [Example(a, b, i["confidence"], text=t) for i, (a, b), t in zip(items, guesses, texts, strict=True)]
+    if not path.exists():
+        return []
+    side, columns = _counts([said["side"], said["columns"]], (2,))
+    sheet_size = (side * columns, side * math.ceil(len(items) / columns))
+    if not 0 < math.prod(sheet_size) <= MAX_PIXELS:
+        raise ValueError("examples are too large")
     image_module = import_optional("PIL.Image", "images of a report")
     found = []
     with _readable(path, f"a PNG with {len(items)} images of {side} pixels in rows of {columns}"):

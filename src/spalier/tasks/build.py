@@ -20,6 +20,7 @@ from spalier.adapters.codes import packed_size, per_byte, top, unpack
 from spalier.adapters.geometry import Geometry
 from spalier.adapters.kinds import add_, low_rank, pointwise
 from spalier.errors import TaskFileError
+from spalier.networks import name_classes_
 from spalier.pruning.modules import (
     NAME,
     Spread,
@@ -49,6 +50,7 @@ def build(task: Task, base: Base, *, fold: bool, share: bool, pool: Pool | None 
         _follow_(task, modules, builder.device)
         if fold:
             fold_(modules, task.table.folds)
+    name_classes_(modules[""], task.info.classes)
     return modules[""]
 
 
