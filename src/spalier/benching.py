@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from spalier.counting import count
 from spalier.errors import ConfigError, ExampleError, NetworkError, SpalierError
 from spalier.tasks import Task
-from spalier.text import check_integer, first_line, import_optional, table
+from spalier.text import InNotebooks, check_integer, first_line, import_optional, table
 from spalier.timing import (
     CONFIDENCE,
     MIN_ROUNDS,
@@ -182,7 +182,7 @@ def _fixed_time(small: Timing, large: Timing | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Benchmark:
+class Benchmark(InNotebooks):
     """A base and tasks, measured side by side. Print it."""
 
     timings: tuple[Timing, ...]

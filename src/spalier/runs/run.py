@@ -29,7 +29,7 @@ from spalier.runs.learning import digest
 from spalier.runs.processes import Machine
 from spalier.runs.settings import Settings
 from spalier.tasks import Store, Task
-from spalier.text import table
+from spalier.text import InNotebooks, table
 
 Row = dict[str, Any]
 _SIZES = ("channels", "weights", "macs", "learned", "bytes")
@@ -41,7 +41,7 @@ _GIVEN = "given:"
 
 
 @dataclass(frozen=True)
-class Results:
+class Results(InNotebooks):
     """The rows of a run, one for each density. Print them."""
 
     folder: Path

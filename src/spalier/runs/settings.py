@@ -15,7 +15,6 @@ import textwrap
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
@@ -29,6 +28,7 @@ from spalier.runs.narrow import Form, check_wide, default_codes, form_of
 from spalier.runs.settings_files import plain, read_settings, write_yaml
 from spalier.scheduling import agp
 from spalier.tasks import check_name
+from spalier.text import close_names
 
 BY_RECIPE: Any = None
 """The default of settings that the recipe fills in."""
@@ -489,7 +489,7 @@ def check_known(given: Mapping[str, Any], where: str) -> None:
     known = [each.name for each in fields(Settings)]
     for name in given:
         if name not in known and name != "filled":
-            close = get_close_matches(str(name), known, n=1)
+            close = close_names(name, known)
             hint = f"did you mean {close[0]!r}?" if close else f"expected some of {', '.join(known)}"
             raise ConfigError(f"{where} has {name!r}, which is no setting; {hint}")
 
