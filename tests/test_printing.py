@@ -49,7 +49,10 @@ def test_a_repr_has_the_numbers_that_one_looks_for(made):
     assert repr(made["Scores"]).startswith("Scores(weight, ")
     assert "1 of 2 tasks ready" in repr(made["Switcher"])
     assert "'birds' active" in repr(made["Switcher"])
-    assert [line.split()[:2] for line in str(made["Switcher"]).splitlines()[2:]] == [["bees", "on"], ["birds", "active"]]
+    assert [line.split()[:2] for line in str(made["Switcher"]).splitlines()[2:]] == [
+        ["bees", "on"],
+        ["birds", "active"],
+    ]
 
 
 def test_a_plan_by_hand_has_a_repr_too(made):
@@ -85,7 +88,7 @@ def test_wrong_names_are_answered_with_names_of_the_right_kind(made):
         (lambda: sp.Plan(structure, {f"{stream}x": [0]}), PlanError, f"is no stream .* such as '{stream}'"),
         (lambda: scores.of(f"{stream}x"), ScoreError, f"no stream .* such as '{stream}'"),
         (lambda: scores[f"{stream}x"], ScoreError, f"no layer .* such as '{stream}'"),
-        (lambda: sp.score(net, None, "taylr"), ConfigError, r"'taylr'; did you mean 'taylor'\? expected one of weight"),
+        (lambda: sp.score(net, None, "taylr"), ConfigError, r"'taylr', did you mean 'taylor'\? expected one of weight"),
         (lambda: sp.attach_(net, sp.LoRA(rank=1), head="fcc"), TargetError, "head 'fcc' .* such as 'fc'"),
         (lambda: store.load("brids"), TaskFileError, r"no task 'brids'; did you mean 'birds'\?"),
         (lambda: store.remove("Birds!"), TaskFileError, "Birds"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -216,7 +218,8 @@ def export(
 ) -> None:
     """Write a task's network in a form for other runtimes, run it there, and compare.
 
-    The batch is free in .onnx and .pt2, and 1 in .pte.
+    The batch is free in .onnx and .pt2, and 1 in .pte. An .onnx file has the task's name, classes, preprocessing and
+    SHA-256 in its metadata (spalier.*), a .pt2 file in its extra file spalier.json; neither holds a sample.
 
     Examples:
         spalier task export runs/digits/tasks/digits-50.task.safetensors -o small.onnx
@@ -229,7 +232,7 @@ def export(
     torch.manual_seed(0)
     # torch.export takes an axis of size 1 for a constant, so a free batch is exported with 2 samples.
     example = torch.randn(1 if ending == ".pte" else 2, *shape_of(shape, [found]))
-    difference, size = _export(small, example, Path(out))
+    difference, size = _export(small, example, Path(out), _said(found, _one_file(task)))
     runtime = EXPORTERS[ending][0]
     console.show(
         f"{out}: {size:,} bytes; {runtime}'s outputs differ from PyTorch's by {difference:.1g} at most",
@@ -237,7 +240,15 @@ def export(
     )
 
 
-def _export(net: nn.Module, example: Tensor, out: Path) -> tuple[float, int]:
+def _said(task: Task, file: Path) -> dict[str, str]:
+    """What whoever runs the network has to know; as text, since ONNX knows nothing else."""
+    info = task.info
+    plain = {"classes": list(info.classes), "preprocessing": info.preprocessing}
+    words = {"task": task.name, "licence": info.licence, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    return {**words, **{name: json.dumps(value) for name, value in plain.items()}, "version": spalier.__version__}
+
+
+def _export(net: nn.Module, example: Tensor, out: Path, said: Mapping[str, str]) -> tuple[float, int]:
     """How far the runtime's outputs are from PyTorch's, and the bytes of the file. A wrong file is not kept."""
     import torch
 
@@ -251,7 +262,7 @@ def _export(net: nn.Module, example: Tensor, out: Path) -> tuple[float, int]:
             import_optional(library, f"{out.suffix} files", NetworkError)
         draft = Path(folder) / out.name
         try:
-            found = logits_of(write(net, example, draft)(example))
+            found = logits_of(write(net, example, draft, said)(example))
         except Exception as error:  # exporters raise kinds of their own for whatever a network does
             words = " ".join(str(error).split())[:300]
             raise NetworkError(
@@ -282,7 +293,7 @@ def _quiet_exporters() -> Iterator[None]:
         logging.disable(before)
 
 
-def _write_onnx(net: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Any]:
+def _write_onnx(net: nn.Module, example: Tensor, path: Path, said: Mapping[str, str]) -> Callable[[Tensor], Any]:
     # PyTorch's exporter needs the first and the last, and may say so in words of its own, deep inside
     import onnx  # noqa: F401
     import onnxruntime
@@ -290,23 +301,27 @@ def _write_onnx(net: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor
     import torch
 
     batches = ({0: torch.export.Dim("batch")},)
-    options: dict[str, Any] = {"dynamo": True, "verbose": False, "external_data": False}
-    torch.onnx.export(net, (example,), str(path), dynamic_shapes=batches, **options)
+    program = torch.onnx.export(net, (example,), dynamic_shapes=batches, dynamo=True, verbose=False)
+    assert program is not None
+    program.model.metadata_props.update({f"spalier.{name}": value for name, value in said.items()})
+    program.save(str(path), external_data=False)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
     return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
 
 
-def _write_program(net: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Any]:
+def _write_program(net: nn.Module, example: Tensor, path: Path, said: Mapping[str, str]) -> Callable[[Tensor], Any]:
     import torch
 
     batches = ({0: torch.export.Dim("batch")},)
-    torch.export.save(torch.export.export(net, (example,), dynamic_shapes=batches), path)
+    program = torch.export.export(net, (example,), dynamic_shapes=batches)
+    program.example_inputs = None  # torch.export would store the sample itself
+    torch.export.save(program, path, extra_files={"spalier.json": json.dumps(dict(said))})
     loaded: Callable[[Tensor], Any] = torch.export.load(path).module()
     return loaded
 
 
-def _write_executorch(net: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Any]:
+def _write_executorch(net: nn.Module, example: Tensor, path: Path, _: Mapping[str, str]) -> Callable[[Tensor], Any]:
     import torch
     from executorch.exir import to_edge
     from executorch.runtime import Runtime

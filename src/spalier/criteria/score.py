@@ -174,7 +174,7 @@ def criterion_of(given: str | Criterion) -> Criterion:
         return CRITERIA[given]()
     meant = f"did you mean {near(given, CRITERIA)}? " if close_names(given, CRITERIA) else ""
     raise ConfigError(
-        f"criterion is {given!r}; {meant}expected one of {', '.join(CRITERIA)}, or an object such as "
+        f"criterion is {given!r}, {meant}expected one of {', '.join(CRITERIA)}, or an object such as "
         "spalier.criteria.Weight(p=2)"
     )
 

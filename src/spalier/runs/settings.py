@@ -22,7 +22,7 @@ import numpy as np
 
 from spalier.adapters.kinds import ADAPTERS
 from spalier.criteria.criterion import Criterion, Random
-from spalier.criteria.score import CRITERIA
+from spalier.criteria.score import CRITERIA, criterion_of
 from spalier.errors import ConfigError, TaskFileError
 from spalier.runs.narrow import Form, check_wide, default_codes, form_of
 from spalier.runs.settings_files import plain, read_settings, write_yaml
@@ -450,8 +450,7 @@ def _check(config: Settings) -> None:
         check_name(config.name + _LONGEST_SUFFIX)
     except TaskFileError as error:
         raise ConfigError(f"name: {error}") from error
-    if config.criterion not in CRITERIA:
-        raise ConfigError(f"criterion is {config.criterion!r}, expected one of {', '.join(CRITERIA)}")
+    criterion_of(config.criterion)
     for name in sorted(set(config.select_options) - set(SELECT_OPTIONS)):
         raise ConfigError(f"select_options has {name!r}, expected some of {', '.join(SELECT_OPTIONS)}")
     for name in sorted({"name", "classes", "weights", "seed"} & set(config.network_options)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -44,7 +45,7 @@ class StoreEntry:
 
 
 class StoreList(InNotebooks, list[StoreEntry]):
-    """The tasks of a store by name. Print it."""
+    """The tasks of a store by name, those that differ by their density alone from the densest on. Print it."""
 
     def __str__(self) -> str:
         rows = []
@@ -59,6 +60,12 @@ class StoreList(InNotebooks, list[StoreEntry]):
                 own = "" if entry.info.name == entry.name else f", calls itself {entry.info.name}"
                 rows.append([*row, f"{entry.info.learned:,}", *shares, f"sound{own}"])
         return table(["task", "bytes", "learned", "channels", "weights", "state"], rows)
+
+
+def _by_density(entry: StoreEntry) -> tuple[str, float, str]:
+    channels = entry.info.density.channels if entry.info else None
+    family = re.sub(r"-(start|\d+(\.\d+)?)(?=-|$)", "", entry.name)
+    return family, -channels[0] / channels[1] if channels else -math.inf, entry.name
 
 
 class Store(InNotebooks):
@@ -225,6 +232,7 @@ class Store(InNotebooks):
             with contextlib.suppress(FileNotFoundError):  # another process has removed it
                 size = (self.folder / f"{name}{SUFFIX}").lstat().st_size
                 found.append(StoreEntry(name, size, info, error))
+        found.sort(key=_by_density)
         return found
 
 
