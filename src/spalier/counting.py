@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from spalier.adapters.forward import updates
 from spalier.errors import ExampleError
 from spalier.structure.graph import arguments, as_base
-from spalier.text import table
+from spalier.text import InNotebooks, table
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ModuleCount:
 
 
 @dataclass(frozen=True)
-class Count:
+class Count(InNotebooks):
     """What a network holds, learns and computes; prints as a table.
 
     For an adapted network ``parameters``, ``bytes`` and ``macs`` are those of the fused network, which is what will

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import logging
 import re
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from spalier import models
 from spalier.adapters.geometry import is_norm
 from spalier.errors import ConfigError, NetworkError, TargetError, WeightsError
-from spalier.text import check_integer, first_few, first_line, import_optional
+from spalier.text import check_integer, close_names, first_few, first_line, import_optional
 
 _LOG = logging.getLogger("spalier")
 _BUILT_IN = ("resnet8", "resnet20", "resnet18", "resnet34", "resnet50")
@@ -241,7 +240,7 @@ def _called(name: str, make: Callable[..., Any], classes: int | None, options: d
 
 
 def _close(name: str, known: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    matches = close_names(name, known)
     return f"; did you mean {', '.join(matches)}?" if matches else ";"
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 import statistics
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from html import escape
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -93,6 +95,33 @@ def first_few(names: Sequence[object], most: int = 5) -> str:
     """
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(printable(name) for name in names[:most]) + more
+
+
+def near(name: object, known: Iterable[str]) -> str:
+    """Names to try in place of one that is not known: those that are close to it, or else the first few.
+
+    >>> near("con1", ["conv1", "fc"]), near("x", ["conv1", "fc"])
+    ("'conv1'", "'conv1', 'fc'")
+    """
+    names = list(dict.fromkeys(known))
+    return ", ".join(map(repr, close_names(name, names) or names[:3])) or "none: there is nothing to name"
+
+
+def close_names(name: object, known: Iterable[str]) -> list[str]:
+    """The names that one may have meant, the closest first; the case of letters does not matter.
+
+    >>> close_names("Taylr", ["taylor", "weight"]), close_names("xyz", ["taylor"])
+    (['taylor'], [])
+    """
+    lower = {each.lower(): each for each in known}
+    return [lower[each] for each in get_close_matches(str(name).lower(), lower, n=3)]
+
+
+class InNotebooks:
+    """What prints well, shown so in a notebook too: nothing of its text becomes HTML."""
+
+    def _repr_html_(self) -> str:
+        return "<pre>" + escape("\n".join(map(clean, str(self).split("\n")))) + "</pre>"
 
 
 def clean(text: str) -> str:

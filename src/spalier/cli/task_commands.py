@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -217,7 +219,9 @@ def export(
 ) -> None:
     """Write a task's network in a form for other runtimes, run it there, and compare.
 
-    The batch is free in .onnx and .pt2, and the number of tokens too; in .pte both are fixed, the batch to 1.
+    The batch is free in .onnx and .pt2, and the number of tokens too; in .pte both are fixed, the batch to 1. An .onnx
+    file has the task's name, classes, preprocessing and SHA-256 in its metadata (spalier.*), a .pt2 file in its extra
+    file spalier.json; neither holds a sample.
 
     Examples:
         spalier task export runs/digits/tasks/digits-50.task.safetensors -o small.onnx
@@ -227,7 +231,7 @@ def export(
     found, _, small = _build(task, base, fold, network)
     # torch.export takes an axis of size 1 for a constant, so a free batch is exported with 2 samples.
     example = example_of(small, 1 if ending == ".pte" else 2, shape, [found])
-    difference, size = _export(small, example, Path(out))
+    difference, size = _export(small, example, Path(out), _said(found, _one_file(task)))
     runtime = EXPORTERS[ending][0]
     console.show(
         f"{out}: {size:,} bytes; {runtime}'s outputs differ from PyTorch's by {difference:.1g} at most",
@@ -235,7 +239,15 @@ def export(
     )
 
 
-def _export(net: nn.Module, example: Inputs, out: Path) -> tuple[float, int]:
+def _said(task: Task, file: Path) -> dict[str, str]:
+    """What whoever runs the network has to know; as text, since ONNX knows nothing else."""
+    info = task.info
+    plain = {"classes": list(info.classes), "preprocessing": info.preprocessing}
+    words = {"task": task.name, "licence": info.licence, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    return {**words, **{name: json.dumps(value) for name, value in plain.items()}, "version": spalier.__version__}
+
+
+def _export(net: nn.Module, example: Inputs, out: Path, said: Mapping[str, str]) -> tuple[float, int]:
     """How far the runtime's outputs are from PyTorch's, and the bytes of the file. A wrong file is not kept."""
     import torch
 
@@ -250,7 +262,7 @@ def _export(net: nn.Module, example: Inputs, out: Path) -> tuple[float, int]:
             import_optional(library, f"{out.suffix} files", NetworkError)
         draft = Path(folder) / out.name
         try:
-            found = logits_of(write(net, example, draft)(example))
+            found = logits_of(write(net, example, draft, said)(example))
         except Exception as error:  # exporters raise kinds of their own for whatever a network does
             words = " ".join(str(error).split())[:300]
             raise NetworkError(
@@ -292,7 +304,7 @@ def _arguments(example: Inputs) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     return (), example, dict.fromkeys(example, axes)
 
 
-def _write_onnx(net: nn.Module, example: Inputs, path: Path) -> Callable[[Inputs], Any]:
+def _write_onnx(net: nn.Module, example: Inputs, path: Path, said: Mapping[str, str]) -> Callable[[Inputs], Any]:
     # PyTorch's exporter needs the first and the last, and may say so in words of its own, deep inside
     import onnx  # noqa: F401
     import onnxruntime
@@ -302,8 +314,10 @@ def _write_onnx(net: nn.Module, example: Inputs, path: Path) -> Callable[[Inputs
     from spalier.inputs import tensors_of
 
     args, kwargs, free = _arguments(example)
-    options: dict[str, Any] = {"dynamo": True, "verbose": False, "external_data": False}
-    torch.onnx.export(net, args, str(path), kwargs=kwargs, dynamic_shapes=free, **options)
+    program = torch.onnx.export(net, args, kwargs=kwargs, dynamic_shapes=free, dynamo=True, verbose=False)
+    assert program is not None
+    program.model.metadata_props.update({f"spalier.{name}": value for name, value in said.items()})
+    program.save(str(path), external_data=False)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [given.name for given in session.get_inputs()]
     return lambda x: torch.from_numpy(
@@ -311,18 +325,20 @@ def _write_onnx(net: nn.Module, example: Inputs, path: Path) -> Callable[[Inputs
     )
 
 
-def _write_program(net: nn.Module, example: Inputs, path: Path) -> Callable[[Inputs], Any]:
+def _write_program(net: nn.Module, example: Inputs, path: Path, said: Mapping[str, str]) -> Callable[[Inputs], Any]:
     import torch
 
     from spalier.inputs import call
 
     args, kwargs, free = _arguments(example)
-    torch.export.save(torch.export.export(net, args, kwargs, dynamic_shapes=free), path)
+    program = torch.export.export(net, args, kwargs, dynamic_shapes=free)
+    program.example_inputs = None  # torch.export would store the sample itself
+    torch.export.save(program, path, extra_files={"spalier.json": json.dumps(dict(said))})
     loaded = torch.export.load(path).module()
     return lambda x: call(loaded, x)
 
 
-def _write_executorch(net: nn.Module, example: Inputs, path: Path) -> Callable[[Inputs], Any]:
+def _write_executorch(net: nn.Module, example: Inputs, path: Path, _: Mapping[str, str]) -> Callable[[Inputs], Any]:
     import torch
     from executorch.exir import to_edge
     from executorch.runtime import Runtime

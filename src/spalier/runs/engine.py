@@ -383,7 +383,7 @@ class Engine:
             "latency_ms": learning.latency_ms(plain, self.example),
             "seconds": self._seconds(),
         }
-        details = learning.block_details(row, self.data.classes, seen, self.plan)
+        details = learning.block_details(row, self.data.classes, seen, self.plan, self.machine.device)
         details["examples"] = self._write_examples(plain)
         self.folder.write_json(self._block_file(".json"), details)
         return row

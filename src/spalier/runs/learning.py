@@ -35,7 +35,7 @@ from spalier.runs.processes import sum_over_ranks
 from spalier.runs.settings import Settings
 from spalier.tasks import Task
 from spalier.text import import_optional
-from spalier.timing import finished, lower_quartile, time_call
+from spalier.timing import describe_machine, finished, lower_quartile, time_call
 
 Tensors = dict[str, Tensor]
 _LOG = logging.getLogger("spalier")
@@ -370,13 +370,18 @@ def block_row(position: Position, target: float, task: Task, seen: Mapping[str, 
 
 
 def block_details(
-    row: dict[str, Any], classes: Sequence[str], seen: Mapping[str, Evaluation], plan: Plan | None
+    row: dict[str, Any],
+    classes: Sequence[str],
+    seen: Mapping[str, Evaluation],
+    plan: Plan | None,
+    device: torch.device,
 ) -> dict[str, Any]:
-    """A row with confusions and the units that are kept."""
+    """A row with confusions, the units that are kept, and where it was measured."""
     confusion = {name: seen[name].confusion if name in seen else None for name in ("validation", "test")}
     kept = {} if plan is None else {name: list(units) for name, units in plan.keep.items()}
     ranks = {} if plan is None else {name: len(units) for name, units in plan.ranks.items()}
-    return {"row": row, "classes": list(classes), "confusion": confusion, "kept": kept, "ranks": ranks}
+    found = {"row": row, "classes": list(classes), "confusion": confusion, "kept": kept, "ranks": ranks}
+    return found | {"machine": describe_machine(device, torch.get_num_threads())}
 
 
 def _share(pair: tuple[int, int] | None) -> float | None:

@@ -31,7 +31,7 @@ from spalier.runs.processes import Machine
 from spalier.runs.recipes import TEXT
 from spalier.runs.settings import Settings
 from spalier.tasks import SUFFIX, Store, Task
-from spalier.text import byte_size, first_few, table
+from spalier.text import InNotebooks, byte_size, first_few, table
 
 Row = dict[str, Any]
 _SIZES = ("channels", "weights", "macs", "learned", "bytes")
@@ -42,7 +42,7 @@ _GIVEN = "given:"
 
 
 @dataclass(frozen=True)
-class Results:
+class Results(InNotebooks):
     """The rows of a run, one for each density. Print them."""
 
     folder: Path

@@ -15,7 +15,6 @@ import textwrap
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
@@ -23,13 +22,14 @@ import numpy as np
 
 from spalier.adapters.kinds import ADAPTERS
 from spalier.criteria.criterion import Criterion, Random
-from spalier.criteria.score import CRITERIA
+from spalier.criteria.score import CRITERIA, criterion_of
 from spalier.errors import ConfigError, TaskFileError
 from spalier.runs.narrow import Form, check_wide, form_of
 from spalier.runs.recipes import BY_DATA, BY_RECIPES, filled_in, fitted, is_text
 from spalier.runs.settings_files import plain, read_settings, write_yaml
 from spalier.scheduling import agp
 from spalier.tasks import check_name
+from spalier.text import close_names
 
 BY_RECIPE: Any = None
 """The default of settings that the recipe fills in."""
@@ -437,8 +437,7 @@ def _check(config: Settings) -> None:
         check_name(config.name + _LONGEST_SUFFIX)
     except TaskFileError as error:
         raise ConfigError(f"name: {error}") from error
-    if config.criterion not in CRITERIA:
-        raise ConfigError(f"criterion is {config.criterion!r}, expected one of {', '.join(CRITERIA)}")
+    criterion_of(config.criterion)
     for name in sorted(set(config.select_options) - set(SELECT_OPTIONS)):
         raise ConfigError(f"select_options has {name!r}, expected some of {', '.join(SELECT_OPTIONS)}")
     for name in sorted({"name", "classes", "weights", "pretrained", "seed"} & set(config.network_options)):
@@ -478,7 +477,7 @@ def check_known(given: Mapping[str, Any], where: str) -> None:
     known = [each.name for each in fields(Settings)]
     for name in given:
         if name not in known and name != "filled":
-            close = get_close_matches(str(name), known, n=1)
+            close = close_names(name, known)
             hint = f"did you mean {close[0]!r}?" if close else f"expected some of {', '.join(known)}"
             raise ConfigError(f"{where} has {name!r}, which is no setting; {hint}")
 

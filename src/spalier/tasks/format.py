@@ -17,6 +17,7 @@ import struct
 import unicodedata
 import zlib
 from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import torch
@@ -65,6 +66,12 @@ _FOREIGN = {
     b"\x1f\x8b": "a gzip archive",
     b"GGUF": "a GGUF file",
     b"\x89HDF": "an HDF5 file",
+    b"\xff\xd8\xff": "a JPEG image",
+    b"\x89PNG": "a PNG image",
+    b"GIF8": "a GIF image",
+    b"RIFF": "a RIFF file, such as a WebP image",
+    b"%PDF": "a PDF document",
+    b"\x7fELF": "a program",
     b"{": "JSON text",
     b"version ": "a pointer of Git LFS; fetch the file itself",
 }
@@ -218,7 +225,12 @@ def _parse_header(header: bytes, size: int) -> tuple[dict[str, Any], list[_Entry
         raise TaskFileError("header", "the header is a list, expected names and tensors")
     metadata = found.pop("__metadata__", None)
     if not isinstance(metadata, dict) or set(metadata) != {KEY} or not isinstance(metadata[KEY], str):
-        raise TaskFileError("header", f"the file has no metadata {KEY!r} (and nothing else): it is no task file")
+        what = f"safetensors of {len(found):,} tensors ({', '.join(map(quoted, islice(found, 2))) or 'none'})"
+        raise TaskFileError(
+            "header",
+            f"the file is {what} whose metadata are not {KEY!r} alone: weights of a network, not a task; expected "
+            f"NAME{SUFFIX}, as Task.save and runs write it",
+        )
     # lone surrogates are legal in JSON; as bytes they are no UTF-8, so the description is refused
     description = parse_json("metadata", "the description", metadata[KEY].encode("utf-8", "surrogatepass"))
     if not isinstance(description, dict):

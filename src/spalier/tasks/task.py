@@ -52,7 +52,7 @@ from spalier.tasks.numbers import (
 )
 from spalier.tasks.rows import Cut, Delta, Mask, Matrices, Row
 from spalier.tasks.table import Table, Writer
-from spalier.text import check_integer
+from spalier.text import InNotebooks, check_integer
 
 if TYPE_CHECKING:
     from spalier.structure.structure import Structure
@@ -91,7 +91,7 @@ class Density:
 
 
 @dataclass(frozen=True)
-class TaskInfo:
+class TaskInfo(InNotebooks):
     """What a task says of itself. Print it."""
 
     # in the order in which files have them
@@ -208,7 +208,7 @@ def _check(field: str, holds: bool, expected: str) -> None:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Task:
+class Task(InNotebooks):
     """Which channels a task keeps of its base, and what it has learned.
 
     >>> from spalier import SPLoRA, attach_, models
@@ -285,6 +285,9 @@ class Task:
 
     def __repr__(self) -> str:
         return f"Task({self.name!r}, {self.info.learned:,} learned, stored as {self.info.storage})"
+
+    def __str__(self) -> str:
+        return str(self.info)
 
     def build(self, base: nn.Module, *, fold: bool = False, share: bool = False) -> nn.Module:
         """A plain, small, dense network in eval mode: the base cut down, the adapters added. The base is only read.
