@@ -49,6 +49,9 @@ UPWARDS = {
     ("tasks/task.py", "spalier.tasks.build"): _METHODS,
     ("tasks/task.py", "spalier.tasks.apply"): _METHODS,
     ("tasks/task.py", "spalier.tasks.store"): _METHODS,
+    ("tasks/task.py", "spalier.refitting"): _METHODS,
+    ("tasks/task.py", "spalier.refitting.finetuned"): _METHODS,
+    ("tasks/task.py", "spalier.refitting.peft"): _METHODS,
     ("tasks/store.py", "spalier.tasks.hub"): _METHODS,
 }
 ADAPTER_LAYERS = [{"geometry", "codes"}, {"kinds"}, {"forward", "targets"}, {"attachment"}, {"attach"}]
@@ -77,7 +80,7 @@ TASKS_LAYERS = [
     {"apply", "store", "rewrite"},
     {"hub", "switcher"},
 ]
-REFITTING_LAYERS = [{"approximate"}, {"measure", "spend"}, {"refit"}]
+REFITTING_LAYERS = [{"approximate"}, {"measure", "spend"}, {"refit"}, {"finetuned"}, {"peft"}]
 RUNS_LAYERS = [
     {"narrow", "settings_files"},
     {"settings"},

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import itertools
 import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -77,6 +78,7 @@ def trace(
             "the network is pruned already, and units are counted in its base; use the structure that it was "
             "pruned with"
         )
+    example = _without_cache(net, example)
     with CAPTURING:
         known = None if cache is None else Cache(cache).get(fingerprint(net, example, freeze))
         if known is not None:
@@ -89,6 +91,17 @@ def trace(
         if cache is not None:
             Cache(cache).put(structure)
         return structure
+
+
+def _without_cache(net: nn.Module, example: Any) -> Any:
+    """Decoders of transformers return a cache too, unless they are told not to; no graph can return one."""
+    if not getattr(getattr(net, "config", None), "use_cache", False):
+        return example
+    if "use_cache" not in inspect.signature(net.forward).parameters:
+        return example
+    if isinstance(example, Tensor):
+        example = {getattr(net, "main_input_name", "input_ids"): example}
+    return {"use_cache": False, **example} if isinstance(example, Mapping) else example
 
 
 # the dry run

@@ -25,11 +25,11 @@ from spalier.structure.graph import arguments
 from spalier.structure.structure import Structure
 from spalier.tasks import rows as kinds
 from spalier.tasks.dry_run import described_inputs
-from spalier.tasks.format import DTYPES, architecture_digest, values_digest
+from spalier.tasks.format import DTYPES, Density, Fingerprint, architecture_digest, values_digest
 from spalier.tasks.numbers import assembled
 from spalier.tasks.rows import Ints, Placement, Row, Source
 from spalier.tasks.table import Table, Writer
-from spalier.tasks.task import Density, Fingerprint, Task, TaskInfo
+from spalier.tasks.task import Task, TaskInfo
 
 _MAX_NUMEL = 4096
 """Larger tensors of integers are no counters but other state, which a task file is not made for."""
