@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ import numpy.typing as npt
 
 from spalier.adapters.codes import LEVELS
 from spalier.errors import TaskFileError
-from spalier.tasks.format import VERSION, check_text, dump_json, inflate, parse_json, quoted
+from spalier.tasks.format import VERSION, check_text, deflate, dump_json, inflate, parse_json, quoted, words
 from spalier.tasks.rows import (
     Adapted,
     Cut,
@@ -159,7 +158,7 @@ class Table:
         ).encode("utf-8")
         if len(text) > MAX_TABLE:
             raise _wrong(f"the layer table has {len(text):,} bytes, expected at most {MAX_TABLE:,}")
-        raw = zlib.compress(text, 9)
+        raw = deflate(text)
         Table.from_bytes(raw, len(text))  # what could not be read is not written
         return raw, len(text)
 
@@ -176,7 +175,7 @@ class Table:
 
 
 def _parsed(raw: bytes, length: int, version: int) -> Table:
-    text = inflate("table", "the layer table", raw, length)
+    text = inflate("table", "the layer table", raw, length, words() if version > 1 else b"")
     # one look at all of the text saves one at each name
     is_safe = text.isascii() and b"\\" not in text and text.decode("ascii").isprintable()
     return _Parser(parse_json("table", "the layer table", text), version, is_safe=is_safe).table()
