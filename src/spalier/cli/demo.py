@@ -97,6 +97,12 @@ def _pretrain(folder: Path, seed: int) -> tuple[nn.Module, dict[str, Any]]:
     return built, dict(results.rows[0])
 
 
+def demo_base(folder: Path) -> nn.Module:
+    """The base of a demo that was made."""
+    weights = folder / "base.safetensors"
+    return open_network(NETWORK, classes=len(LEARNED_FIRST), weights=weights, width=WIDTH)
+
+
 def _learn(folder: Path, seed: int, say: Callable[[str], None]) -> Runs:
     """Every task, in both forms at each density."""
     found: Runs = {}
