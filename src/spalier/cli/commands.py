@@ -55,7 +55,7 @@ def demo(console: Console, folder: str, seed: int, serve: bool, port: int) -> No
 
         log_requests(as_json=console.as_json, quiet=console.quiet)
         base = demo_base(Path(folder))
-        serve_here(console, base, str(Path(folder) / "tasks"), None, "127.0.0.1", port, None, show=True)
+        serve_here(base, str(Path(folder) / "tasks"), None, "127.0.0.1", port, None, show=True)
 
 
 @command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import socket
 import sys
 from functools import partial
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from spalier.predicting import Tokenizer
     from spalier.serve import Limits
+
+LOG = logging.getLogger("spalier.serve")
 
 
 @command()
@@ -112,15 +115,12 @@ def serve(console: Console, store: str, base: str | None, **options: Any) -> Non
     where = base or run_beside(place / f"any{SUFFIX}")
     log_requests(as_json=console.as_json, quiet=console.quiet)
     if options.pop("ray"):
-        return serve_on_ray(
-            console, store if store.startswith("hub:") else str(place.absolute()), where, network, options
-        )
+        return serve_on_ray(store if store.startswith("hub:") else str(place.absolute()), where, network, options)
     options.pop("replicas")
     from spalier.serve.service import open_store
 
     net = open_base(where, **network)
     return serve_here(
-        console,
         net,
         str(open_store(store if store.startswith("hub:") else place).folder),
         tokenizer_of(where, net),
@@ -139,7 +139,6 @@ def limits_of(options: dict[str, Any]) -> Limits:
 
 
 def serve_here(
-    console: Console,
     net: nn.Module,
     store: str,
     tokenizer: Tokenizer | None,
@@ -162,7 +161,7 @@ def serve_here(
     torch.set_num_threads(1)  # batches run beside each other instead
     with contextlib.closing(_listen(host, port)) as listening:
         address = f"http://{host}:{listening.getsockname()[1]}/"
-        console.note(f"{store} is served at {address} (page), {address}docs (interface); Ctrl-C ends it")
+        LOG.info("%s is served at %s (page), %sdocs (interface); Ctrl-C ends it", store, address, address)
         if show and sys.stdout.isatty():
             click.launch(address)
         config = uvicorn.Config(
@@ -182,11 +181,11 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise ConfigError(
-            f"{host}:{port} cannot be listened at: {error.strerror}; pass another --host or --port"
+            f"{host}:{port} cannot be listened at: {os.strerror(error.errno or 0)}; pass another --host or --port"
         ) from error
 
 
-def serve_on_ray(console: Console, store: str, base: str, network: dict[str, Any], options: dict[str, Any]) -> None:
+def serve_on_ray(store: str, base: str, network: dict[str, Any], options: dict[str, Any]) -> None:
     """Serve on a cluster until a signal ends it."""
     from spalier import serve as service
     from spalier.text import import_optional
@@ -200,16 +199,16 @@ def serve_on_ray(console: Console, store: str, base: str, network: dict[str, Any
     )
     ray_serve = import_optional("ray.serve", "serving on a cluster")
     ray_serve.start(http_options={"host": options["host"], "port": options["port"]})
-    console.note(f"{store} is served at http://{options['host']}:{options['port']}/; Ctrl-C ends it")
+    LOG.info("%s is served at http://%s:%d/; Ctrl-C ends it", store, options["host"], options["port"])
     ray_serve.run(application, blocking=True)
 
 
 def log_requests(*, as_json: bool, quiet: bool) -> None:
     """One line a request to standard error; a full disk there costs lines, never requests."""
-    logger, handler = logging.getLogger("spalier.serve"), logging.StreamHandler()
+    handler = logging.StreamHandler()
     handler.setFormatter(_Lines(as_json))
-    logger.handlers, logger.propagate = [handler], False
-    logger.setLevel(logging.ERROR if quiet else logging.INFO)
+    LOG.handlers, LOG.propagate = [handler], False
+    LOG.setLevel(logging.ERROR if quiet else logging.INFO)
     logging.raiseExceptions = False
 
 

@@ -195,7 +195,7 @@ class Service:
         for job in jobs:
             try:
                 samples = [to_sample(ready.info, raw, pixels=self.limits.pixels) for raw in job.inputs]
-                kind = {(type(sample), getattr(sample, "shape", None)) for sample in samples}
+                kind = {None if isinstance(s, str | tuple) else (type(s), s.shape) for s in samples}
                 if len(kind) > 1:
                     raise DataError("the inputs of a request differ in kind or shape; send several requests")
                 groups.setdefault(kind.pop(), []).append((job, samples))
