@@ -31,7 +31,9 @@ BACKENDS = "eager,compiled,onnxruntime"
 @command()
 @click.option("--folder", default="spalier-demo", type=FOLDER, help="Where everything goes.")
 @click.option("--seed", default=0, type=click.IntRange(0, 2**63 - 1), help="Of everything random.")
-def demo(console: Console, folder: str, seed: int) -> None:
+@click.option("--serve", is_flag=True, help="Serve what was learned at the end, with a page to try it on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Where to serve it.")
+def demo(console: Console, folder: str, seed: int, serve: bool, port: int) -> None:
     """One pretrained base, four tasks on it, and what they cost, in about a minute.
 
     Nothing is downloaded. The small ResNet that comes with Spalier knows photographs. It learns four tasks of
@@ -43,11 +45,19 @@ def demo(console: Console, folder: str, seed: int) -> None:
     Examples:
         spalier demo
         spalier demo --folder elsewhere --seed 1
+        spalier demo --serve
     """
-    from spalier.cli.demo import run_demo, shown
+    from spalier.cli.demo import NETWORK, run_demo, shown
 
     found = run_demo(Path(folder), seed, console.note)
     console.show(shown(found), found)
+    if serve:
+        from spalier.cli.serving import log_requests, serve_here
+        from spalier.networks import open_network
+
+        log_requests(as_json=console.as_json, quiet=console.quiet)
+        base = open_network(NETWORK, pretrained=True)
+        serve_here(base, str(Path(folder) / "tasks"), None, "127.0.0.1", port, None, show=True)
 
 
 @command()

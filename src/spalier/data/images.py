@@ -401,13 +401,14 @@ def center_square(image: Any, side: int) -> Images:
     return np.asarray(image.resize((side, side), resample=pillow().Resampling.BILINEAR, box=box))
 
 
-def decode(data: bytes) -> Any:
-    """An image of Pillow from a file's bytes. Its size is checked before anything is decoded."""
+def decode(data: bytes, pixels: int | None = None) -> Any:
+    """An image of Pillow from a file's bytes, of at most so many pixels: that is checked before any is decoded."""
     image = pillow().open(BytesIO(data), formats=_formats())
     width, height = image.size
-    most = pillow().MAX_IMAGE_PIXELS  # Pillow itself only warns up to twice this
-    if most is not None and width * height > 2 * most:
-        raise pillow().DecompressionBombError(f"{width:,} x {height:,} pixels, at most {2 * most:,} are decoded")
+    own = pillow().MAX_IMAGE_PIXELS  # Pillow itself only warns up to twice this
+    most = min(pixels or width * height, 2 * own if own else width * height)
+    if width * height > most:
+        raise pillow().DecompressionBombError(f"{width:,} x {height:,} pixels, at most {most:,} are decoded")
     image.load()
     return image
 

@@ -8,6 +8,7 @@ from T (d - a) > 1 on.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
 import re
@@ -24,7 +25,7 @@ from spalier import files
 from spalier.errors import ConfigError, TaskFileError
 from spalier.tasks.base import Base
 from spalier.tasks.build import build
-from spalier.tasks.format import SUFFIX, check_name, forget_digests
+from spalier.tasks.format import MAX_BYTES, SUFFIX, check_name, forget_digests
 from spalier.tasks.task import STORAGES, Storage, Task, TaskInfo
 from spalier.text import InNotebooks, close_names, first_few, near, printable, table
 
@@ -120,6 +121,14 @@ class Store(InNotebooks):
             stacklevel=2,
         )
         return replace(task, info=replace(task.info, name=name))
+
+    def read(self, name: str) -> tuple[Task, str]:
+        """A task, and the SHA-256 of its file, from one reading."""
+        with files.opened(self.path(name)) as (file, size):
+            if size > MAX_BYTES:
+                raise TaskFileError("too-large", f"the file has {size:,} bytes, more than the limit of {MAX_BYTES:,}")
+            data = bytes(files.read_exactly(file, size))
+        return Task.from_bytes(data), hashlib.sha256(data).hexdigest()
 
     def _load(self, name: str) -> Task:
         try:
