@@ -33,13 +33,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from spalier.adapters.attachment import MARK, Changes, owners_of
 from spalier.adapters.geometry import plain_tensors
 from spalier.errors import TraceError
+from spalier.adapters.calls import Calls, Corrected, left_open
 from spalier.pruning.modules import Resize, resized
 from spalier.pruning.plan import PRUNED_MARK, Indices, Kept, Reduction, whole
 from spalier.pruning.prune import Cutter, apply_
 from spalier.pruning.verify import follow_calls
 from spalier.structure.arithmetic import fresh
 from spalier.structure.graph import CAPTURING, RULES, Value, arguments, as_base, module_of, on_device_of, quiet
-from spalier.structure.streams import Extent
+from spalier.structure.streams import Extent, Scale, View, scales_of, views_of
 from spalier.structure.structure import UNUSED, Cache, Freeze, Structure, find, fingerprint, without
 from spalier.text import first_line
 
@@ -82,10 +83,10 @@ def trace(
         if known is not None:
             return replace(known, example=example, freeze=freeze)
         structure = find(net, example, freeze)
-        refused, untried = unfollowed(net, structure)
+        refused, untried, wrong = unfollowed(net, structure)
         if refused:
             structure = without(net, structure, refused)
-        structure = replace(structure, untried=untried)
+        structure = replace(structure, untried=untried, **_corrections(structure, wrong))
         if cache is not None:
             Cache(cache).put(structure)
         return structure
@@ -95,12 +96,16 @@ def trace(
 
 Failure = tuple[str, str]
 """The path of the module that fails, and the reason."""
+Wrong = tuple[str, int, int, int, int]
+"""A size or number that a module's code gets wrong: its path, and axes as in `View` and `Scale`, or zeros."""
 
 
-def unfollowed(net: nn.Module, structure: Structure) -> tuple[dict[int, str], str]:
-    """The streams that the network's code cannot lose channels of, and why; and why that could not be found out."""
+def unfollowed(net: nn.Module, structure: Structure) -> tuple[dict[int, str], str, set[Wrong]]:
+    """The streams that the network's code cannot lose channels of, and why; why that could not be found out; and what
+    the code gets wrong, so that it has to be set right."""
     refused: dict[int, str] = {}
     untried = ""
+    wrong: set[Wrong] = set()
     with quiet():
         twin = _Twin(net, structure)
         # a layer that the example passes by may read a stream where the network trains
@@ -112,19 +117,38 @@ def unfollowed(net: nn.Module, structure: Structure) -> tuple[dict[int, str], st
                 untried = untried or found
             else:
                 refused |= found
-    return refused, untried
+                wrong |= twin.wrong
+    return refused, untried, wrong
+
+
+def _corrections(structure: Structure, wrong: set[Wrong]) -> dict[str, Any]:
+    """The right sizes and numbers for what modules' code gets wrong."""
+    captured = structure.captured
+    assert captured is not None
+    modules = sorted({place for place, *_ in wrong})
+    views = [v for place in modules for v in views_of(captured.walk, captured.assembly, place)]
+    scales = [s for place in modules for s in scales_of(captured.program, place)]
+    return {
+        "views": tuple(v for v in views if (v.module, v.before, v.after, v.open, v.axis) in wrong),
+        "scales": tuple(s for s in scales if (s.module, s.axes, 0, 0, 0) in wrong),
+    }
 
 
 def _refused(twin: _Twin, structure: Structure, left: list[int]) -> dict[int, str] | str:
     """Take streams out until the twin runs with fewer units in each of those that are left; or why it never runs."""
     refused: dict[int, str] = {}
     alone: dict[int, Failure | None] = {}
+    runs = False
     while (failure := twin.fails_together(left)) is not None:
-        if not refused and (uncut := twin.fails(())) is not None:
+        if not runs and (uncut := twin.fails(())) is not None:
             if twin.hook_():  # the network's own, which hand states from layer to layer
                 continue
             return f"in training, {uncut[1]}" if twin.training else uncut[1]  # it needs values to run
+        runs = True
         place, reason = failure
+        if twin.correct_(place):
+            alone.clear()
+            continue
         # trying each stream alone takes a run for each, so only those that touch the failing module are tried
         suspects = _suspects(structure, left, place)
         for number in suspects:
@@ -200,6 +224,10 @@ class _Twin:
         follow_calls(self.net, self.running)
         self.skipped = _prepared_(self.net)
         self._uncut: _Noted | None = None
+        self.corrected: dict[str, tuple[list[View], list[Scale]]] = {}
+        """The modules whose calls are set right, and what can be."""
+        self.wrong: set[Wrong] = set()
+        """What they got wrong, without some units of all streams."""
         self.facts = _facts_of_graph(self.captured.program)
         made = tree_leaves(self.captured.program.graph.output_node().args[0])
         values = [node.meta["val"] for node in made if isinstance(node, Node)]
@@ -223,6 +251,7 @@ class _Twin:
         Streams that have too few units to lose different numbers of them are told apart by further runs, each without
         some of them.
         """
+        self.wrong.clear()
         codes = [self.cuts[number][1] for number in streams]
         bits = range(max(codes, default=0).bit_length())
         some = [[n for n, code in zip(streams, codes, strict=True) if code >> bit & 1] for bit in bits]
@@ -239,6 +268,10 @@ class _Twin:
             with self.mode:
                 reduction = Reduction(self.net, self.structure, self.owners, self.whole, left)
                 apply_(reduction, _FakeCutter(None, changes))
+            for path, (views, scales) in self.corrected.items():
+                module = self.net.get_submodule(path)
+                calls = Calls(tuple(v.left(masks) for v in views), tuple((s.axes, s.number) for s in scales))
+                changes.set_(module, "", "forward", partial(_run_correcting, module, calls, path, self.wrong))
             found = self._run()
         finally:
             changes.undo_()
@@ -249,6 +282,25 @@ class _Twin:
         if found.outputs != self.outputs:
             return "", "the network's output changes its shape where channels go"
         return None if self._fits(found, left) else self._misfit(found, left)
+
+    def correct_(self, place: str) -> bool:
+        """Set right what the code of a module asks for, and that of its kind, from now on; False if there is no more.
+
+        What goes wrong in a module often shows in one of its layers only.
+        """
+        modules = dict(self.net.named_modules())
+        for path in (place, place.rpartition(".")[0]):
+            kind = type(modules[path])
+            if path not in self.corrected and not issubclass(kind, nn.MultiheadAttention):
+                like = [p for p, m in modules.items() if type(m) is kind and "forward" not in m.__dict__]
+                self.corrected |= {p: found for p in like if any(found := self._correctable(p))}
+                if path in self.corrected:
+                    return True
+        return False
+
+    def _correctable(self, path: str) -> tuple[list[View], list[Scale]]:
+        captured = self.captured
+        return views_of(captured.walk, captured.assembly, path), scales_of(captured.program, path)
 
     def _run(self) -> _Noted | Failure:
         """The shapes that the twin makes; or where it fails, and how."""
@@ -323,6 +375,32 @@ class _Twin:
     def _left(self, value: Value, left: Kept) -> tuple[int, ...]:
         units = [self.captured.assembly.units_on(value.on(axis)) for axis in range(len(value.shape))]
         return Extent("", value.shape, tuple(units)).left(left.streams)
+
+
+class _Correcting(Corrected):
+    """Sets calls right, and notes which of them were wrong."""
+
+    def __init__(self, calls: Calls, place: str, wrong: set[Wrong]) -> None:
+        super().__init__(calls)
+        self.place, self.wrong = place, wrong
+
+    def view(self, x: Tensor, sizes: list[int]) -> tuple[int, ...]:
+        kind = x.dim(), len(sizes), left_open(sizes)
+        for *meant, axis, size in self.calls.views:
+            if kind == tuple(meant) and sizes[-axis] not in (-1, size):
+                self.wrong.add((self.place, *kind, axis))
+        return super().view(x, sizes)
+
+    def scale(self, axes: int, number: float) -> float:
+        right = super().scale(axes, number)
+        if right != number:
+            self.wrong.add((self.place, axes, 0, 0, 0))
+        return right
+
+
+def _run_correcting(module: nn.Module, calls: Calls, place: str, wrong: set[Wrong], *args: Any, **kwargs: Any) -> Any:
+    with _Correcting(calls, place, wrong):
+        return type(module).forward(module, *args, **kwargs)
 
 
 def _code_of(place: str) -> str:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
+from spalier.adapters.calls import left_open
 from spalier.structure.graph import Result, Value, Walk, argument, named, operation, rule, shape_of, sources, unknown
 from spalier.structure.labels import NONE, Ints
 
@@ -45,6 +46,10 @@ def reshape(walk: Walk, node: Node) -> Result:
     walk.note_sizes(out)
     if operation(node) not in ("squeeze", "unsqueeze"):
         walk.views.setdefault(walk.place, []).append(out)
+        asked = argument(node, 1)
+        if isinstance(asked, list | tuple) and len(asked) == len(shape):
+            key = (walk.place, len(value.shape), len(shape), left_open(asked))
+            walk.reshapes.setdefault(key, []).append(out)
     return out
 
 
