@@ -33,14 +33,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from spalier.adapters.attachment import MARK, Changes, owners_of
 from spalier.adapters.geometry import plain_tensors
 from spalier.errors import TraceError
-from spalier.adapters.calls import Calls, Corrected, left_open
+from spalier.adapters.calls import Calls, Corrected, fits, left_open
 from spalier.pruning.modules import Resize, resized
 from spalier.pruning.plan import PRUNED_MARK, Indices, Kept, Reduction, whole
 from spalier.pruning.prune import Cutter, apply_
 from spalier.pruning.verify import follow_calls
 from spalier.structure.arithmetic import fresh
 from spalier.structure.graph import CAPTURING, RULES, Value, arguments, as_base, module_of, on_device_of, quiet
-from spalier.structure.streams import Extent, Scale, View, scales_of, views_of
+from spalier.structure.streams import Extent, scales_of, views_of
 from spalier.structure.structure import UNUSED, Cache, Freeze, Structure, find, fingerprint, without
 from spalier.text import first_line
 
@@ -96,8 +96,11 @@ def trace(
 
 Failure = tuple[str, str]
 """The path of the module that fails, and the reason."""
-Wrong = tuple[str, int, int, int, int]
-"""A size or number that a module's code gets wrong: its path, and axes as in `View` and `Scale`, or zeros."""
+Wrong = tuple[str, int, int, int, int, int]
+"""A size that a module's code gets wrong: its path, axes as in `View`, and which of its views of that kind it is.
+
+Of a `Scale` the path, the number of axes, and zeros.
+"""
 
 
 def unfollowed(net: nn.Module, structure: Structure) -> tuple[dict[int, str], str, set[Wrong]]:
@@ -125,13 +128,9 @@ def _corrections(structure: Structure, wrong: set[Wrong]) -> dict[str, Any]:
     """The right sizes and numbers for what modules' code gets wrong."""
     captured = structure.captured
     assert captured is not None
-    modules = sorted({place for place, *_ in wrong})
-    views = [v for place in modules for v in views_of(captured.walk, captured.assembly, place)]
-    scales = [s for place in modules for s in scales_of(captured.program, place)]
-    return {
-        "views": tuple(v for v in views if (v.module, v.before, v.after, v.open, v.axis) in wrong),
-        "scales": tuple(s for s in scales if (s.module, s.axes, 0, 0, 0) in wrong),
-    }
+    views = views_of(captured.walk, captured.assembly, wrong)
+    scales = [s for place in sorted({w[0] for w in wrong}) for s in scales_of(captured.program, place)]
+    return {"views": tuple(views), "scales": tuple(s for s in scales if (s.module, s.axes, 0, 0, 0, 0) in wrong)}
 
 
 def _refused(twin: _Twin, structure: Structure, left: list[int]) -> dict[int, str] | str:
@@ -224,10 +223,11 @@ class _Twin:
         follow_calls(self.net, self.running)
         self.skipped = _prepared_(self.net)
         self._uncut: _Noted | None = None
-        self.corrected: dict[str, tuple[list[View], list[Scale]]] = {}
-        """The modules whose calls are set right, and what can be."""
+        self.corrected: dict[str, tuple[tuple[int, float], ...]] = {}
+        """The modules whose calls are set right, and what tensors are scaled with in them."""
         self.wrong: set[Wrong] = set()
         """What they got wrong, without some units of all streams."""
+        self.counts: dict[Any, int] = {}
         self.facts = _facts_of_graph(self.captured.program)
         made = tree_leaves(self.captured.program.graph.output_node().args[0])
         values = [node.meta["val"] for node in made if isinstance(node, Node)]
@@ -268,10 +268,9 @@ class _Twin:
             with self.mode:
                 reduction = Reduction(self.net, self.structure, self.owners, self.whole, left)
                 apply_(reduction, _FakeCutter(None, changes))
-            for path, (views, scales) in self.corrected.items():
+            for path in self.corrected:
                 module = self.net.get_submodule(path)
-                calls = Calls(tuple(v.left(masks) for v in views), tuple((s.axes, s.number) for s in scales))
-                changes.set_(module, "", "forward", partial(_run_correcting, module, calls, path, self.wrong))
+                changes.set_(module, "", "forward", partial(_run_correcting, module, self, path, left))
             found = self._run()
         finally:
             changes.undo_()
@@ -281,7 +280,15 @@ class _Twin:
             return None
         if found.outputs != self.outputs:
             return "", "the network's output changes its shape where channels go"
-        return None if self._fits(found, left) else self._misfit(found, left)
+        misfit = None if self._fits(found, left) else self._misfit(found, left)
+        return misfit or self._unlike()
+
+    def _unlike(self) -> Failure | None:
+        """Where views of one kind would have to be set right in unlike ways."""
+        walk, assembly = self.captured.walk, self.captured.assembly
+        known = {(v.module, v.before, v.after, v.open, v.axis) for v in views_of(walk, assembly, self.wrong)}
+        lost = [w for w in self.wrong if w[2] and w[:5] not in known]
+        return (lost[0][0], f"{_code_of(lost[0][0])} makes views of one kind in several ways") if lost else None
 
     def correct_(self, place: str) -> bool:
         """Set right what the code of a module asks for, and that of its kind, from now on; False if there is no more.
@@ -289,23 +296,23 @@ class _Twin:
         What goes wrong in a module often shows in one of its layers only.
         """
         modules = dict(self.net.named_modules())
+        known = {key[0] for key in self.captured.walk.reshapes}
         for path in (place, place.rpartition(".")[0]):
             kind = type(modules[path])
-            if path not in self.corrected and not issubclass(kind, nn.MultiheadAttention):
-                like = [p for p, m in modules.items() if type(m) is kind and "forward" not in m.__dict__]
-                self.corrected |= {p: found for p in like if any(found := self._correctable(p))}
+            if path in known - self.corrected.keys() and not issubclass(kind, nn.MultiheadAttention):
+                like = [p for p in known if type(modules[p]) is kind and "forward" not in modules[p].__dict__]
+                for each in like:
+                    scales = scales_of(self.captured.program, each)
+                    self.corrected[each] = tuple((scale.axes, scale.number) for scale in scales)
                 if path in self.corrected:
                     return True
         return False
-
-    def _correctable(self, path: str) -> tuple[list[View], list[Scale]]:
-        captured = self.captured
-        return views_of(captured.walk, captured.assembly, path), scales_of(captured.program, path)
 
     def _run(self) -> _Noted | Failure:
         """The shapes that the twin makes; or where it fails, and how."""
         args, kwargs = arguments(self.example)
         self.running.clear()
+        self.counts.clear()
         noted = _Noted(self.running)
         try:
             self.net.train()  # what modules cache until they train is made anew
@@ -378,28 +385,37 @@ class _Twin:
 
 
 class _Correcting(Corrected):
-    """Sets calls right, and notes which of them were wrong."""
+    """Gives each view of a module the sizes that the structure says, and notes those that were wrong."""
 
-    def __init__(self, calls: Calls, place: str, wrong: set[Wrong]) -> None:
-        super().__init__(calls)
-        self.place, self.wrong = place, wrong
+    def __init__(self, twin: _Twin, place: str, left: Kept) -> None:
+        super().__init__(Calls(scales=twin.corrected[place]))
+        self.twin, self.place, self.left = twin, place, left
+        self.wrong: set[Wrong] = twin.wrong
 
     def view(self, x: Tensor, sizes: list[int]) -> tuple[int, ...]:
         kind = x.dim(), len(sizes), left_open(sizes)
-        for *meant, axis, size in self.calls.views:
-            if kind == tuple(meant) and sizes[-axis] not in (-1, size):
-                self.wrong.add((self.place, *kind, axis))
-        return super().view(x, sizes)
+        if self.twin.running[-1] != self.place:  # that of a layer inside
+            return tuple(sizes)
+        # the same views as in the graph, in the same order, however often the module runs
+        number = self.twin.counts[self.place, kind] = self.twin.counts.get((self.place, kind), -1) + 1
+        values = self.twin.captured.walk.reshapes.get((self.place, *kind), [])
+        right = self.twin._left(values[number], self.left) if number < len(values) else tuple(sizes)
+        if kind[2] or not fits(x, sizes):
+            wrong = [axis for axis in range(1, len(sizes) + 1) if sizes[-axis] not in (-1, right[-axis])]
+            self.wrong |= {(self.place, *kind, axis, number) for axis in wrong}
+            for axis in wrong:
+                sizes[-axis] = right[-axis]
+        return tuple(sizes)
 
     def scale(self, axes: int, number: float) -> float:
         right = super().scale(axes, number)
         if right != number:
-            self.wrong.add((self.place, axes, 0, 0, 0))
+            self.wrong.add((self.place, axes, 0, 0, 0, 0))
         return right
 
 
-def _run_correcting(module: nn.Module, calls: Calls, place: str, wrong: set[Wrong], *args: Any, **kwargs: Any) -> Any:
-    with _Correcting(calls, place, wrong):
+def _run_correcting(module: nn.Module, twin: _Twin, place: str, left: Kept, *args: Any, **kwargs: Any) -> Any:
+    with _Correcting(twin, place, left):
         return type(module).forward(module, *args, **kwargs)
 
 

@@ -75,11 +75,13 @@ class Corrected(TorchFunctionMode):
     def view(self, x: Tensor, sizes: list[int]) -> tuple[int, ...]:
         """The sizes that a view gets which asks for these."""
         kind = x.dim(), len(sizes), left_open(sizes)
+        # what fits is right, but where an axis is left open: then wrong sizes may fit, too
+        if not kind[2] and fits(x, sizes):
+            return tuple(sizes)
         for *meant, axis, size in self.calls.views:
             if kind == tuple(meant):
                 sizes[-axis] = size
-        is_known = not torch.compiler.is_compiling() and all(type(n) is int and n >= 0 for n in sizes)
-        if is_known and math.prod(sizes) != x.numel():
+        if not kind[2] and not torch.compiler.is_compiling() and not fits(x, sizes):
             raise PruneError(
                 f"the code of a pruned module asks for a view of {tuple(x.shape)} as {tuple(sizes)}, which does not "
                 "fit: on this input it takes another way than on the example; trace the network with an input like it"
@@ -97,6 +99,11 @@ def asked_sizes(args: Any, kwargs: Any) -> list[int]:
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
         sizes = list(sizes[0])
     return [] if sizes and isinstance(sizes[0], torch.dtype) else sizes
+
+
+def fits(x: Tensor, sizes: Sequence[int]) -> bool:
+    """Whether a view of these sizes has as many entries."""
+    return bool(math.prod(sizes) == x.numel())
 
 
 def left_open(sizes: Sequence[Any]) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -216,21 +216,20 @@ def extents_of(walk: Walk, assembly: Assembly) -> list[Extent]:
     return [extent for extent in found if any(extent.units)]
 
 
-def views_of(walk: Walk, assembly: Assembly, module: str) -> list[View]:
-    """Every axis of the views that a module's code asks for, where all views of so many axes agree on it.
+def views_of(walk: Walk, assembly: Assembly, wrong: Collection[tuple[str, int, int, int, int, int]]) -> list[View]:
+    """The right sizes of views by module, kind and axis, and the number of the view among those of its kind.
 
-    Those of modules inside of it have to agree, too: they run while it does.
+    Where those that are wrong do not agree there is none. Of views with an open axis all have to: which are wrong does
+    not show while they run.
     """
-    inside = f"{module}." if module else ""
     found = []
-    for _, before, after, hole in [key for key in walk.reshapes if key[0] == module]:
-        alike = [key for key in walk.reshapes if key[1:] == (before, after, hole)]
-        values = [v for key in alike if key[0] == module or key[0].startswith(inside) for v in walk.reshapes[key]]
-        for axis in range(1, after + 1):
-            sizes = {value.shape[-axis] for value in values}
-            units = [assembly.units_on(value.on(-axis)) for value in values]
-            if len(sizes) == 1 and len({tuple((n, u.tobytes()) for n, u in on) for on in units}) == 1:
-                found.append(View(module, before, after, hole, axis, sizes.pop(), units[0]))
+    for kind, axis in sorted({(each[:4], each[4]) for each in wrong if each[2]}):
+        values = walk.reshapes[kind]
+        chosen = values if kind[3] else [values[each[5]] for each in wrong if (each[:4], each[4]) == (kind, axis)]
+        sizes = {value.shape[-axis] for value in chosen}
+        units = [assembly.units_on(value.on(-axis)) for value in chosen]
+        if len(sizes) == 1 and len({tuple((n, u.tobytes()) for n, u in on) for on in units}) == 1:
+            found.append(View(*kind, axis, sizes.pop(), units[0]))
     return found
 
 
