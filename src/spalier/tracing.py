@@ -130,7 +130,11 @@ def _corrections(structure: Structure, wrong: set[Wrong]) -> dict[str, Any]:
     assert captured is not None
     views = views_of(captured.walk, captured.assembly, wrong)
     scales = [s for place in sorted({w[0] for w in wrong}) for s in scales_of(captured.program, place)]
-    return {"views": tuple(views), "scales": tuple(s for s in scales if (s.module, s.axes, 0, 0, 0, 0) in wrong)}
+    return {
+        "views": tuple(views),
+        "scales": tuple(s for s in scales if (s.module, s.axes, 0, 0, 0, 0) in wrong),
+        "grouped": tuple(sorted(captured.walk.grouped)),
+    }
 
 
 def _refused(twin: _Twin, structure: Structure, left: list[int]) -> dict[int, str] | str:
@@ -295,12 +299,11 @@ class _Twin:
 
         What goes wrong in a module often shows in one of its layers only.
         """
-        modules = dict(self.net.named_modules())
-        known = {key[0] for key in self.captured.walk.reshapes}
+        modules = {key[0]: self.net.get_submodule(key[0]) for key in self.captured.walk.reshapes}
         for path in (place, place.rpartition(".")[0]):
-            kind = type(modules[path])
-            if path in known - self.corrected.keys() and not issubclass(kind, nn.MultiheadAttention):
-                like = [p for p in known if type(modules[p]) is kind and "forward" not in modules[p].__dict__]
+            kind = type(modules.get(path))
+            if path in modules.keys() - self.corrected.keys() and not issubclass(kind, nn.MultiheadAttention):
+                like = [p for p, m in modules.items() if type(m) is kind and "forward" not in m.__dict__]
                 for each in like:
                     scales = scales_of(self.captured.program, each)
                     self.corrected[each] = tuple((scale.axes, scale.number) for scale in scales)
@@ -499,7 +502,8 @@ class _Noted(TorchDispatchMode):
         # what is computed from constants alone has values, which the network's code may ask for
         is_constant = bool(given) and not any(isinstance(a, FakeTensor) for a in given)
         with unset_fake_temporarily() if is_constant else nullcontext():
-            out = func(*args, **(kwargs or {}))
+            # the kernel takes more than PyTorch says of it without values
+            out = _grouped(*args[:2]) if func is torch.ops.aten._grouped_mm.default else func(*args, **(kwargs or {}))
         if func in _VIEWS:
             self.views.setdefault(self.running[-1], []).append(_shape(out))
         elif _kind_of(func)[1] and 0 not in (shape := _shape(out)) and shape:  # else it holds nothing of a size
@@ -507,6 +511,10 @@ class _Noted(TorchDispatchMode):
         if facts := _facts(func, args, kwargs or {}, out):
             self.facts.setdefault(self.running[-1], []).extend(facts)
         return out
+
+
+def _grouped(x: Tensor, weights: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], (x @ weights[0]).shape[-1]))
 
 
 _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}

@@ -238,7 +238,8 @@ def _calls(reduction: Reduction) -> dict[str, Calls]:
     """What has to be set right in modules' calls; nothing in those that have all their weights."""
     structure, left = reduction.structure, reduction.left
     found: dict[str, Calls] = {}
-    for path in dict.fromkeys(each.module for each in (*structure.views, *structure.scales)):
+    modules = [*(each.module for each in (*structure.views, *structure.scales)), *structure.grouped]
+    for path in dict.fromkeys(modules):
         own = [first for name, first in structure.names.items() if name.startswith(f"{path}." if path else "")]
         if not own or not all(mask.all() for name in own for mask in left.of(structure, name)):
             views = tuple(view.left(left.streams) for view in structure.views if view.module == path)

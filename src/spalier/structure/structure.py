@@ -84,6 +84,8 @@ class Structure:
     """Sizes that modules' code gets wrong where channels go, and that are set right."""
     scales: tuple[Scale, ...] = ()
     """Numbers that it gets wrong likewise."""
+    grouped: tuple[str, ...] = ()
+    """Modules with grouped products, whose kernels take few widths."""
     sites: tuple[Site, ...] = ()
     """Where each stream's channels can be seen while the network runs."""
     costs: tuple[Cost, ...] = ()
@@ -350,7 +352,7 @@ def _code(kind: type) -> bytes:
 # plain data
 
 FORMAT = 6
-_LISTS = ("streams", "frozen", "writers", "extents", "views", "scales", "sites", "costs", "folds")
+_LISTS = ("streams", "frozen", "writers", "extents", "views", "scales", "grouped", "sites", "costs", "folds")
 
 
 def _coded(value: Any) -> Any:
@@ -388,6 +390,7 @@ def from_dict(data: Mapping[str, Any]) -> Structure:
         ),
         views=tuple(View(*entry, _axis_units(units)) for *entry, units in data["views"]),
         scales=tuple(Scale(*entry) for entry in data["scales"]),
+        grouped=tuple(data["grouped"]),
         sites=tuple(
             Site(writer, stream, module, side, axis, _axis_units(units), norm)
             for writer, stream, module, side, axis, units, norm in data["sites"]
