@@ -282,6 +282,10 @@ class Walk:
         """Axes whose sizes a module's code may hold: its path, the size, and the fields."""
         self.views: dict[str, list[Value]] = {}
         """What views make, in order, by the path of the module that asks for them."""
+        self.reshapes: dict[tuple[str, int, int, int], list[Value]] = {}
+        """The same by module, by how many axes there are before and after, and by the axis of size -1, from the end."""
+        self.grouped: set[str] = set()
+        """The modules whose code multiplies rows with the one or the other of several matrices."""
         self.made: dict[str, list[Value]] = {}
         """Tensors that are made of a shape alone, likewise."""
         self.reason = ""

@@ -39,7 +39,9 @@ from spalier.structure.streams import (
     Extent,
     Frozen,
     Member,
+    Scale,
     Stream,
+    View,
     assemble,
     costs_of,
     extents_of,
@@ -78,6 +80,12 @@ class Structure(InNotebooks):
     """The layers that may keep channels of their own with ``writers="free"``."""
     extents: tuple[Extent, ...] = ()
     """Sizes that modules' code uses, so that their attributes can follow."""
+    views: tuple[View, ...] = ()
+    """Sizes that modules' code gets wrong where channels go, and that are set right."""
+    scales: tuple[Scale, ...] = ()
+    """Numbers that it gets wrong likewise."""
+    grouped: tuple[str, ...] = ()
+    """Modules with grouped products, whose kernels take few widths."""
     sites: tuple[Site, ...] = ()
     """Where each stream's channels can be seen while the network runs."""
     costs: tuple[Cost, ...] = ()
@@ -303,7 +311,7 @@ def _freeze_computed(walk: Walk, net: nn.Module, inputs: Mapping[str, Value]) ->
 
 # what a network is known by
 
-VERSION = 2
+VERSION = 3
 """Rises whenever the same network would be given another structure."""
 
 
@@ -351,8 +359,8 @@ def _code(kind: type) -> bytes:
 
 # plain data
 
-FORMAT = 5
-_LISTS = ("streams", "frozen", "writers", "extents", "sites", "costs", "folds")
+FORMAT = 6
+_LISTS = ("streams", "frozen", "writers", "extents", "views", "scales", "grouped", "sites", "costs", "folds")
 
 
 def _coded(value: Any) -> Any:
@@ -388,6 +396,9 @@ def from_dict(data: Mapping[str, Any]) -> Structure:
         extents=tuple(
             Extent(module, tuple(sizes), tuple(map(_axis_units, units))) for module, sizes, units in data["extents"]
         ),
+        views=tuple(View(*entry, _axis_units(units)) for *entry, units in data["views"]),
+        scales=tuple(Scale(*entry) for entry in data["scales"]),
+        grouped=tuple(data["grouped"]),
         sites=tuple(
             Site(writer, stream, module, side, axis, _axis_units(units), norm)
             for writer, stream, module, side, axis, units, norm in data["sites"]
