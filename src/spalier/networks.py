@@ -99,6 +99,8 @@ def _made(
     if prefix in ("torchvision", "timm") and rest:
         return _of_library(prefix, rest, classes, pretrained, options)
     if prefix == "hf" and rest:
+        if pretrained and _is_bare(rest):
+            raise WeightsError(f"{rest} has a configuration and no weights; pass weights=FILE, or a name on the hub")
         return _of_transformers(rest, classes, weights, options)
     if pretrained and rest:
         raise ConfigError(f"pretrained is for networks of libraries; let {name} load its weights, or pass weights=FILE")
@@ -271,9 +273,8 @@ def _of_transformers(
             )
             if unused:
                 raise ConfigError(f"hf:{name} has no option {', '.join(unused)}; see its config.json")
-            is_bare = Path(name).is_dir() and not any(f.suffix in _SAVED for f in Path(name).iterdir())
             net: Any
-            if source is None and not is_bare:
+            if source is None and not _is_bare(name):
                 net, info = auto.from_pretrained(name, trust_remote_code=False, **hub, **_loading(config))
             else:
                 net, info = auto.from_config(config, trust_remote_code=False), {}
@@ -285,6 +286,11 @@ def _of_transformers(
     made: nn.Module = net
     _check_loaded(name if weights is None else str(weights), made, info)
     return made
+
+
+def _is_bare(name: str) -> bool:
+    """Whether a name is a folder with a configuration and no weights."""
+    return Path(name).is_dir() and not any(file.suffix in _SAVED for file in Path(name).iterdir())
 
 
 def _loading(config: Any) -> dict[str, Any]:
