@@ -13,6 +13,7 @@ import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import assert_unchanged, awaken_, snapshot
+from torch import nn
 from trained import EXAMPLE, DigitNet
 
 import spalier as sp
