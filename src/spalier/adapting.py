@@ -69,7 +69,8 @@ def adapt(
         head = head_of(net)
     # a step just above the target would be work for nothing
     steps = (*(step for step in _STEPS if step > 1.2 * target), target)
-    config = TransferPruning(**{"densities": steps, "head": head, "trackers": (), **named, **settings})
+    chosen = {"densities": steps, "head": head, "trackers": (), **named, **settings}
+    config = TransferPruning.from_dict(chosen, "adapt")
     with tempfile.TemporaryDirectory(prefix="spalier-") as scratch:
         results = config.run(Path(scratch) / "run" if folder is None else folder, progress=progress, **given)
         return results.tasks.load(results.rows[-1]["task"])
