@@ -34,6 +34,7 @@ LAYERS = [
     {"tasks", "networks", "data"},
     {"refitting"},
     {"runs", "integrations", "benching"},
+    {"adapting"},
     {"reporting"},
     {"cli"},
     {"__main__"},
@@ -80,6 +81,7 @@ TASKS_LAYERS = [
 REFITTING_LAYERS = [{"approximate"}, {"measure", "spend"}, {"refit"}]
 RUNS_LAYERS = [
     {"narrow", "settings_files"},
+    {"recipes"},
     {"settings"},
     {"checkpoint"},
     {"processes"},
