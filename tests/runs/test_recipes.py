@@ -44,7 +44,6 @@ def test_the_papers_recipe_is_the_papers_whatever_the_data():
     config = Settings(recipe="paper", network="resnet50")
     fitted = config.fitted(50, 224, 1000)
     assert fitted == config
-    assert config.select_options == {"min_keep": 1}
     assert (config.method, config.learn, config.pretrained) == ("splora", "direct", False)
 
 

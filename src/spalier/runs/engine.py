@@ -70,8 +70,7 @@ class Engine:
         if len(data.train) < config.batch_size:  # one batch of what all processes can share equally
             self.batch_size = max(len(data.train) // machine.world_size * machine.world_size, machine.world_size)
         self.loader = self._loader(data.train, is_training=True)
-        if len(self.loader) == 1 and machine.is_first:
-            learning.warn_of_one_step(len(data.train), self.batch_size)
+        learning.warn_of_one_step(len(self.loader), len(data.train), self.batch_size)
         self.signals = StopSignals()
         self.started = self.saved = time.monotonic()
 
@@ -446,8 +445,7 @@ class Engine:
         criterion = self.config.make_criterion(self.position.block)
         scores = score(self.net, samples, criterion, loss=learning.mean_loss)
         self.plan = self.select_plan(scores, self.targets[self.position.block - 1])
-        if self.machine.is_first:
-            learning.warn_of_plan(self.plan, self.targets[self.position.block - 1], self.config.budget)
+        learning.warn_of_plan(self.plan, self.targets[self.position.block - 1], self.config.budget)
         self.folder.write_json(self._block_file(".scores.json"), learning.score_histograms(scores, self.plan))
         self.position = self.position.replace(phase="prune")
         self.save()
@@ -456,7 +454,8 @@ class Engine:
         """The units that stay at a density."""
         config = self.config
         budget: dict[str, Any] = {config.budget: int(target) if config.budget == "bytes" else target}
-        options = {"ranking": config.ranking, "writers": config.writers, **config.select_options}
+        options: dict[str, Any] = {"min_keep": 1} if config.recipe == "paper" else {}  # whose layers have no floor
+        options |= {"ranking": config.ranking, "writers": config.writers, **config.select_options}
         return select(self.net, scores, **budget, **options)
 
     def prune(self) -> None:

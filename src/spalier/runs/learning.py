@@ -76,14 +76,11 @@ def mean_loss(output: Any, labels: Tensor) -> Tensor:
     return cross_entropy(logits_of(output), labels) / len(labels)
 
 
-def warn_of_one_step(samples: int, batch_size: int) -> None:
+def warn_of_one_step(steps: int, samples: int, batch_size: int) -> None:
     """An epoch of one step learns next to nothing."""
-    _LOG.warning(
-        "one step an epoch: %d training samples in batches of %d; set a smaller batch_size (--batch-size), or more "
-        "epochs (--epochs)",
-        samples,
-        batch_size,
-    )
+    remedy = "set a smaller batch_size (--batch-size), or more epochs (--epochs)"
+    if steps == 1:
+        _LOG.warning("one step an epoch: %d training samples in batches of %d; %s", samples, batch_size, remedy)
 
 
 def warn_of_plan(plan: Plan, target: float, budget: str) -> None:
