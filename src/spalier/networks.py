@@ -189,12 +189,9 @@ def looks_untrained(net: nn.Module) -> bool:
 
 
 def _is_fresh(norm: Any) -> bool:
-    moved = [
-        t
-        for t in (norm.bias if hasattr(norm, "bias") else None, getattr(norm, "running_mean", None))
-        if isinstance(t, Tensor)
-    ]
-    return bool((norm.weight == norm.weight.reshape(-1)[0]).all()) and not any(bool(t.any()) for t in moved)
+    moved = [getattr(norm, name, None) for name in ("bias", "running_mean")]
+    is_even = bool((norm.weight == norm.weight.reshape(-1)[0]).all())
+    return is_even and not any(tensor is not None and bool(tensor.any()) for tensor in moved)
 
 
 def warn_if_untrained(net: nn.Module, name: str) -> None:
