@@ -34,6 +34,7 @@ LAYERS = [
     {"tasks", "networks", "data"},
     {"refitting"},
     {"runs", "integrations", "benching"},
+    {"adapting"},
     {"reporting"},
     {"cli"},
     {"__main__"},
@@ -83,6 +84,7 @@ TASKS_LAYERS = [
 REFITTING_LAYERS = [{"approximate"}, {"measure", "spend"}, {"refit"}, {"finetuned"}, {"peft"}]
 RUNS_LAYERS = [
     {"narrow", "settings_files"},
+    {"recipes"},
     {"settings"},
     {"checkpoint"},
     {"processes"},

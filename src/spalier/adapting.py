@@ -66,11 +66,11 @@ def adapt(
     if isinstance(data, str) and test is not None:
         raise ConfigError(f"test was given, and {data!r} has samples for that; leave it out, or pass Data.of(...)")
     if head is None and isinstance(net, nn.Module):
-        # asked for now, and not when the data are read; a head of other outputs is refused with both numbers
-        head_of(net)
+        head = head_of(net)
     # a step just above the target would be work for nothing
     steps = (*(step for step in _STEPS if step > 1.2 * target), target)
-    config = TransferPruning(**{"densities": steps, "head": head, "trackers": (), **named, **settings})
+    chosen = {"densities": steps, "head": head, "trackers": (), **named, **settings}
+    config = TransferPruning.from_dict(chosen, "adapt")
     with tempfile.TemporaryDirectory(prefix="spalier-") as scratch:
         results = config.run(Path(scratch) / "run" if folder is None else folder, progress=progress, **given)
         return results.tasks.load(results.rows[-1]["task"])

@@ -98,6 +98,8 @@ def _made(
     if prefix in ("torchvision", "timm") and rest:
         return _of_library(prefix, rest, classes, pretrained, options)
     if prefix == "hf" and rest:
+        if pretrained and _is_bare(rest):
+            raise WeightsError(f"{rest} has a configuration and no weights; pass weights=FILE, or a name on the hub")
         return _of_transformers(rest, classes, weights, options)
     if pretrained and rest:
         raise ConfigError(f"pretrained is for networks of libraries; let {name} load its weights, or pass weights=FILE")
@@ -186,12 +188,9 @@ def looks_untrained(net: nn.Module) -> bool:
 
 
 def _is_fresh(norm: Any) -> bool:
-    moved = [
-        t
-        for t in (norm.bias if hasattr(norm, "bias") else None, getattr(norm, "running_mean", None))
-        if isinstance(t, Tensor)
-    ]
-    return bool((norm.weight == norm.weight.reshape(-1)[0]).all()) and not any(bool(t.any()) for t in moved)
+    moved = [getattr(norm, name, None) for name in ("bias", "running_mean")]
+    is_even = bool((norm.weight == norm.weight.reshape(-1)[0]).all())
+    return is_even and not any(tensor is not None and bool(tensor.any()) for tensor in moved)
 
 
 def warn_if_untrained(net: nn.Module, name: str) -> None:
@@ -270,9 +269,8 @@ def _of_transformers(
             if unused:
                 raise ConfigError(f"hf:{name} has no option {', '.join(unused)}; see its config.json")
             auto = _auto_class(transformers, name, config)
-            is_bare = Path(name).is_dir() and not any(f.suffix in _SAVED for f in Path(name).iterdir())
             net: Any
-            if source is None and not is_bare:
+            if source is None and not _is_bare(name):
                 net, info = auto.from_pretrained(name, trust_remote_code=False, **hub, **_loading(config))
             else:
                 net, info = auto.from_config(config, trust_remote_code=False), {}
@@ -313,6 +311,11 @@ def name_classes_(net: nn.Module, classes: Sequence[str]) -> None:
     config.id2label, config.label2id = dict(enumerate(classes)), {name: i for i, name in enumerate(classes)}
     if isinstance(getattr(net, "num_labels", None), int):
         net.num_labels = len(classes)  # type: ignore[assignment]
+
+
+def _is_bare(name: str) -> bool:
+    """Whether a name is a folder with a configuration and no weights."""
+    return Path(name).is_dir() and not any(file.suffix in _SAVED for file in Path(name).iterdir())
 
 
 def _loading(config: Any) -> dict[str, Any]:

@@ -74,8 +74,33 @@ def test_the_page_shows_the_help_of_every_command(spalier):
     assert text.partition("<!-- commands -->\n\n")[2].partition("\n<!-- /commands -->")[0] == page()
 
 
+def test_the_usual_settings_are_options(spalier, tmp_path, monkeypatch):
+    """They go into the run's settings; a device that is not there is refused before anything is read."""
+    given = ("--epochs", 3, "--batch-size", 16, "--size", 40, "--lr", 0.1, "--seed", 5, "--random", "--device", "tpu:x")
+    called = spalier("train", "--data", "digits", *given, "--folder", tmp_path / "run")
+    assert (called.code, "device is 'tpu:x'" in called.err) == (1, True)
+    seen = {}
+    monkeypatch.setattr(package.TransferPruning, "run", lambda self, *_, **__: seen.update(vars(self)) or 1 / 0)
+    spalier("train", "--data", "digits", *given[:-2], "--folder", tmp_path / "other")
+    wanted = {"epochs": 3, "batch_size": 16, "image_size": 40, "lr": 0.1, "seed": 5, "pretrained": False}
+    assert {name: seen[name] for name in wanted} == wanted
+    spalier("train", "--data", "digits", "--pretrained", "--network", "timm:x", "--folder", tmp_path / "other")
+    assert (seen["network"], seen["pretrained"]) == ("timm:x", True)
+
+
+def test_errors_speak_of_options(spalier, tmp_path):
+    """What Python calls weights=FILE is --weights FILE here."""
+    called = spalier(
+        "train", "--network", "users:net", "--pretrained", "--data", "digits", "--folder", tmp_path / "run"
+    )
+    assert called.code == 1
+    assert "pass --weights FILE" in called.err
+    assert "weights=" not in called.err
+
+
 def test_the_settings_are_listed_by_group(spalier):
-    lines = spalier("train", "--settings").out.splitlines()
+    lines = spalier("train", "--help-settings").out.splitlines()
+    assert spalier("train", "--settings").out.splitlines() == lines  # as it was called first
     assert [line for line in lines if not line.startswith(" ")] == [
         f"{group}:" for group in ("data", "network", "adapter", "pruning", "training", "output")
     ]

@@ -34,9 +34,9 @@ BACKENDS = "eager,compiled,onnxruntime"
 @click.option("--serve", is_flag=True, help="Serve what was learned at the end, with a page to try it on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Where to serve it.")
 def demo(console: Console, folder: str, seed: int, serve: bool, port: int) -> None:
-    """One pretrained base, four tasks on it, and what they cost, in about a minute.
+    """One pretrained base, three tasks on it, and what they cost, in about a minute.
 
-    Nothing is downloaded. The small ResNet that comes with Spalier knows photographs. It learns four tasks of
+    Nothing is downloaded. The small ResNet that comes with Spalier knows photographs. It learns three tasks of
     scikit-learn's digits by fine-pruning, each at falling densities, and each is written in two bits a weight too. Then
     the one base switches between all files. A table compares that with a fine-tuned network for each task, and with
     fine-pruning alone; every number is measured here. A folder that holds a demo goes on with it, and what was learned

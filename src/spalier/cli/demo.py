@@ -27,7 +27,7 @@ from spalier.runs import Results
 from spalier.text import byte_size, table
 
 NETWORK, BATCH_SIZE = "resnet20", 64
-TASKS = {"0to4": "01234", "5to9": "56789", "odd": "13579", "0to9": "0123456789"}
+TASKS = {"0to4": "01234", "5to9": "56789", "0to9": "0123456789"}
 CODES = {"wide": "fine-pruning, 8 bits", "spdelta-2bit": "SPDelta, 2 bits"}
 DENSITIES = (0.5, 0.3)
 Runs = dict[str, Results]
@@ -87,7 +87,9 @@ def _learn(folder: Path, seed: int, say: Callable[[str], None]) -> Runs:
     """Every task, in both forms at each density."""
     found: Runs = {}
     shared = spalier.TransferPruning(data="digits", network=NETWORK, codes=tuple(CODES), densities=DENSITIES)
-    shared = shared.replace(seed=seed, trackers=(), epochs=8, epochs_per_prune=6, refit_epochs=2)
+    shared = shared.replace(seed=seed, trackers=(), max_train_samples=500, batch_size=32)
+    # shorter than by default; a recovery in closed form makes up for some of it
+    shared = shared.replace(epochs=6, epochs_per_prune=5, refit_epochs=1, recovery="all")
     for name, classes in TASKS.items():
         config = shared.replace(name=name, classes=tuple(classes))
         found[name] = config.run(folder / "runs" / name, progress=False)
@@ -99,7 +101,7 @@ def _learn(folder: Path, seed: int, say: Callable[[str], None]) -> Runs:
 
 
 def _words(task: str) -> str:
-    return f"digits {' to '.join(task.split('to'))}" if "to" in task else f"{task} digits"
+    return f"digits {' to '.join(task.split('to'))}"
 
 
 def _collect(folder: Path, runs: Runs) -> spalier.Store:

@@ -52,7 +52,7 @@ class RunFolder:
     def claim(self, config: Settings) -> None:
         """Make the folder a run's, or check that it is this run's."""
         if self.settings.exists() and (self.results.exists() or self.checkpoint.exists()):
-            different = differences(Settings.load(self.settings), config)
+            different = differences(Settings.load(self.settings).with_paths(), config)
             if different:
                 raise RunError(
                     "changed",

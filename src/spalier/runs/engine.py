@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -48,8 +47,6 @@ from spalier.tasks import SUFFIX, Store, Task
 from spalier.tasks.apply import apply_to_
 from spalier.tasks.base import Base
 
-_LOG = logging.getLogger("spalier")
-
 
 class Engine:
     """One run in one process.
@@ -75,8 +72,7 @@ class Engine:
         if len(data.train) < config.batch_size:  # one batch of what all processes can share equally
             self.batch_size = max(len(data.train) // machine.world_size * machine.world_size, machine.world_size)
         self.loader = self._loader(data.train, is_training=True)
-        if len(self.loader) == 1 and machine.is_first:
-            learning.warn_of_one_step(len(data.train), self.batch_size)
+        learning.warn_of_one_step(len(self.loader), len(data.train), self.batch_size)
         self.signals = StopSignals()
         self.started = self.saved = time.monotonic()
 
@@ -144,7 +140,7 @@ class Engine:
         """Become what a checkpoint says."""
         same = {
             "the teacher is another": checkpoint.teacher == self._teacher_digest(),
-            _other_weights(self.config): checkpoint.base == self.base_digest,
+            learning.other_weights(self.config): checkpoint.base == self.base_digest,
             "the data are others": checkpoint.data == self.data.digest,
         }
         for what, is_same in same.items():
@@ -451,8 +447,7 @@ class Engine:
         criterion = self.config.make_criterion(self.position.block)
         scores = score(self.net, samples, criterion, loss=learning.mean_loss)
         self.plan = self.select_plan(scores, self.targets[self.position.block - 1])
-        if (warning := self.plan.warning()) and self.machine.is_first:
-            _LOG.warning("at %g of the %s %s", self.targets[self.position.block - 1], self.config.budget, warning)
+        learning.warn_of_plan(self.plan, self.targets[self.position.block - 1], self.config.budget)
         self.folder.write_json(self._block_file(".scores.json"), learning.score_histograms(scores, self.plan))
         self.position = self.position.replace(phase="prune")
         self.save()
@@ -461,7 +456,8 @@ class Engine:
         """The units that stay at a density."""
         config = self.config
         budget: dict[str, Any] = {config.budget: int(target) if config.budget == "bytes" else target}
-        options = {"ranking": config.ranking, "writers": config.writers, **config.select_options}
+        options: dict[str, Any] = {"min_keep": 1} if config.recipe == "paper" else {}  # whose layers have no floor
+        options |= {"ranking": config.ranking, "writers": config.writers, **config.select_options}
         return select(self.net, scores, **budget, **options)
 
     def prune(self) -> None:
@@ -578,16 +574,11 @@ class Engine:
             augment=is_training and self.config.augment,
             num_workers=self.config.num_workers,
             shuffle=is_training,
-            drop_last=is_training and self._drops_last(len(split)),
+            drop_last=is_training
+            and learning.drops_last(self.config, len(split), self.batch_size, self.machine.world_size),
             rank=self.machine.rank,
             world_size=self.machine.world_size,
         )
-
-    def _drops_last(self, samples: int) -> bool:
-        """Whether the samples behind the last full batch wait for another epoch: those of a few, a small part each."""
-        left = samples % self.batch_size
-        is_paper = self.config.recipe == "paper"
-        return is_paper or self.machine.world_size > 1 or left < max(2, self.batch_size // 4)
 
     @property
     def _form(self) -> Form | None:
@@ -610,9 +601,3 @@ class Engine:
 
     def _seconds(self) -> float:
         return round(time.monotonic() - self.started, 3)
-
-
-def _other_weights(config: Settings) -> str:
-    if config.pretrained:
-        return f"the pretrained weights of {config.network} are others now (another version of its library or of them)"
-    return "the base has other weights"

@@ -77,14 +77,32 @@ def mean_loss(output: Any, labels: Tensor) -> Tensor:
     return cross_entropy(logits_of(output), labels) / len(labels)
 
 
-def warn_of_one_step(samples: int, batch_size: int) -> None:
+def warn_of_one_step(steps: int, samples: int, batch_size: int) -> None:
     """An epoch of one step learns next to nothing."""
-    _LOG.warning(
-        "one step an epoch: %d training samples in batches of %d; set a smaller batch_size (--batch-size), or more "
-        "epochs (--epochs)",
-        samples,
-        batch_size,
-    )
+    remedy = "set a smaller batch_size (--batch-size), or more epochs (--epochs)"
+    if steps == 1:
+        _LOG.warning("one step an epoch: %d training samples in batches of %d; %s", samples, batch_size, remedy)
+
+
+def warn_of_plan(plan: Plan, target: float, budget: str) -> None:
+    """Say which layers are nearly gone."""
+    if warning := plan.warning():
+        _LOG.warning("at %g of the %s %s", target, budget, warning)
+
+
+def drops_last(config: Settings, samples: int, batch_size: int, world_size: int) -> bool:
+    """Whether the samples behind the last full batch wait for another epoch, as less than a quarter of a batch does.
+
+    The paper drops them, and so do several processes, which share a batch equally.
+    """
+    return config.recipe == "paper" or world_size > 1 or samples % batch_size < max(2, batch_size // 4)
+
+
+def other_weights(config: Settings) -> str:
+    """What is wrong where the base is not the one that a run was begun with."""
+    if config.pretrained:
+        return f"the pretrained weights of {config.network} are others now (another version of its library or of them)"
+    return "the base has other weights"
 
 
 # learning rates

@@ -95,8 +95,6 @@ def filled_in(given: Mapping[str, Any]) -> dict[str, Any]:
     found["final_epochs"] = found["epochs_per_prune"] if per_prune is None else per_prune
     found["name"] = _name_of(given["data"])
     found |= _of_network(given)
-    if recipe == "paper" and "min_keep" not in given["select_options"]:  # the paper's layers have no floor
-        found["select_options"] = {**given["select_options"], "min_keep": 1}
     return found
 
 

@@ -388,8 +388,9 @@ def differences(was: Settings, now: Settings, ignored: frozenset[str] = RESUMABL
     {'rank': 'rank was 4 and is 8'}
     """
     names = [each.name for each in fields(was) if each.name not in ignored]
-    # what nobody gave was fitted to the data, which have a check of their own
-    names = [n for n in names if n not in BY_DATA or was.given[n] != now.given[n]]
+    # what nobody gave was fitted to the data, which have a check of their own, or is new since
+    later = BY_DATA | {n for n in names if was.given[n] is None and n not in was.filled_values}
+    names = [n for n in names if n not in later or was.given[n] != now.given[n]]
     return {
         name: f"{name} was {getattr(was, name)!r} and is {getattr(now, name)!r}"
         for name in names
