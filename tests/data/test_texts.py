@@ -130,7 +130,9 @@ def test_everything_that_cannot_be_used_is_listed_at_once(bert, tmp_path):
 def test_lines_that_are_no_json_and_an_open_quotation_mark(bert, tmp_path):
     file = write_jsonl(tmp_path / "t.jsonl", sentences(30))
     with file.open("a") as out:
-        out.write('{"text": \n[1, 2]\n{"text": 3, "label": "animal"}\n{"label": "animal"}\n{"text": "a", "label": 0.5}\n')
+        out.write(
+            '{"text": \n[1, 2]\n{"text": 3, "label": "animal"}\n{"label": "animal"}\n{"text": "a", "label": 0.5}\n'
+        )
     with pytest.raises(DataError, match=r"5 of 35 texts") as raised:
         open_data(f"text:{file}", tokenizer=bert)
     for words in ("no JSON: ", "no JSON object", "a int, expected text", "no text", "a label of type float"):
