@@ -73,7 +73,7 @@ def test_texts_have_defaults_of_their_own():
     settings = Settings(data="text:some/file.csv")
     assert (settings.optimizer, settings.budget, settings.batch_size, settings.lr) == ("adamw", "macs", 32, 1e-3)
     assert (settings.warmup_epochs, settings.grad_clip, settings.weight_decay_norms) == (0.2, 1.0, False)
-    assert settings.name == "file-csv"
+    assert settings.name == "file"
     assert settings.is_text
     assert Settings(data="text:a.csv", method="fine-pruning").lr == 1e-4
     assert Settings(data="text:a.csv", recipe="paper").optimizer == "sgd"

@@ -56,10 +56,11 @@ _RECIPES: dict[str, tuple[Any, Any, Any]] = {
 }
 RECIPES = {
     recipe: {name: values[column] for name, values in _RECIPES.items() if values[column] is not None}
-    for column, recipe in enumerate(("paper", "fast", "text"))
+    for column, recipe in enumerate(("paper", "fast", "fast on texts"))
 }
+_ON_TEXTS = RECIPES.pop("fast on texts")
 """``paper`` is section 4 of *Structured Pruning Adapters*, as its text has it. ``fast`` is for small data; where these
-are texts it becomes ``text``, what is usual for BERTs."""
+are texts, it is what is usual for BERTs."""
 RATES = {"splora": 3e-3, "spdelta": 5e-4, "sppara": 1e-3, "lora": 3e-3, "fine-pruning": 5e-4}
 """The learning rate of each method, by AdamW: good on small and large networks and on a transformer, best on none."""
 TEXT_RATES = {"splora": 1e-3, "spdelta": 1e-4, "sppara": 5e-4, "lora": 1e-3, "fine-pruning": 1e-4}
@@ -399,7 +400,7 @@ def differences(was: Settings, now: Settings, ignored: frozenset[str] = RESUMABL
 def _filled(given: Mapping[str, Any]) -> dict[str, Any]:
     """What follows from the recipe and other settings, for those that were not given."""
     recipe, is_text = given["recipe"], _is_text(given)
-    found = dict(RECIPES["text" if is_text and recipe == "fast" else recipe])
+    found = dict(_ON_TEXTS if is_text and recipe == "fast" else RECIPES[recipe])
     has_schedule = given["schedule"] is not None or given["final_density"] is not None
     if given["densities"] is not None or given["budget"] == "bytes":  # bytes have to be listed
         for name in ("schedule", "final_density", "densities"):
@@ -440,7 +441,8 @@ def _is_text(settings: Mapping[str, Any]) -> bool:
 
 def _name_of(data: str) -> str:
     """A task's name from the data's: letters, digits and dashes."""
-    last = Path(data.removeprefix("given:").partition(":")[2] or data).name
+    path = Path(data.removeprefix("given:").partition(":")[2] or data)
+    last = path.stem if data.startswith(TEXT) else path.name
     kept = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in last).strip("-_")
     return kept[:60] or "task"
 
