@@ -8,10 +8,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-ANIMALS = "cat dog horse cow sheep goat".split()
-NUMBERS = "one two three four five six".split()
-COLORS = "red green blue white black pink".split()
-FILLERS = "what is the a of in how many and to".split()
+ANIMALS = ["cat", "dog", "horse", "cow", "sheep", "goat"]
+NUMBERS = ["one", "two", "three", "four", "five", "six"]
+COLORS = ["red", "green", "blue", "white", "black", "pink"]
+FILLERS = ["what", "is", "the", "a", "of", "in", "how", "many", "and", "to"]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 KINDS = {"animal": ANIMALS, "color": COLORS, "number": NUMBERS}
 LONGEST = 24
@@ -30,7 +30,7 @@ def tiny_tokenizer(longest: int = LONGEST) -> PreTrainedTokenizerFast:
 
 def tiny_config(**changes) -> BertConfig:
     sizes = {"vocab_size": len(tiny_tokenizer()), "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    more = {"intermediate_size": 24, "max_position_embeddings": LONGEST, "hidden_dropout_prob": 0.1}
+    more = {"intermediate_size": 24, "max_position_embeddings": LONGEST, "initializer_range": 0.3}
     return BertConfig(**{**sizes, **more, **changes})
 
 
@@ -43,7 +43,7 @@ def tiny_bert(folder: Path, **changes) -> Path:
 
 
 def sentences(count: int, seed: int = 0) -> list[tuple[str, str]]:
-    """Texts of various lengths, each with the one kind of word that it is about."""
+    """Texts of various lengths; half of the words of each are of one kind."""
     numbers = torch.Generator().manual_seed(seed)
 
     def one_of(words):
@@ -52,8 +52,8 @@ def sentences(count: int, seed: int = 0) -> list[tuple[str, str]]:
     found = []
     for i in range(count):
         kind = list(KINDS)[i % len(KINDS)]
-        words = [one_of(FILLERS) for _ in range(int(torch.randint(2, 12, (), generator=numbers)))]
-        words.insert(len(words) // 2, one_of(KINDS[kind]))
+        size = int(torch.randint(1, 7, (), generator=numbers))
+        words = [one_of(FILLERS), *(one_of(KINDS[kind]) for _ in range(size)), *(one_of(FILLERS) for _ in range(size))]
         found.append((" ".join(words), kind))
     return found
 

@@ -300,7 +300,7 @@ def _arguments(example: Inputs) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     batch = torch.export.Dim("batch")
     if not isinstance(example, dict):
         return (example,), {}, ({0: batch},)
-    axes = {0: batch, 1: torch.export.Dim("tokens", min=2)}
+    axes = {0: batch, 1: torch.export.Dim.DYNAMIC}  # from 2 to as many as it has positions
     return (), example, dict.fromkeys(example, axes)
 
 

@@ -40,10 +40,11 @@ BY_RECIPES: dict[str, tuple[Any, Any, Any]] = {
 }
 RECIPES = {
     recipe: {name: values[column] for name, values in BY_RECIPES.items() if values[column] is not None}
-    for column, recipe in enumerate(("paper", "fast", "text"))
+    for column, recipe in enumerate(("paper", "fast", "fast on texts"))
 }
+_ON_TEXTS = RECIPES.pop("fast on texts")
 """``paper`` is section 4 of *Structured Pruning Adapters*, as its text has it. ``fast`` is for small data; where these
-are texts it becomes ``text``, what is usual for BERTs."""
+are texts, it is what is usual for BERTs."""
 RATES = {"splora": 3e-3, "spdelta": 5e-4, "sppara": 1e-3, "lora": 3e-3, "fine-pruning": 5e-4}
 """The learning rate of each method, by AdamW, on large networks; small networks get more."""
 TEXT_RATES = {"splora": 1e-3, "spdelta": 1e-4, "sppara": 5e-4, "lora": 1e-3, "fine-pruning": 1e-4}
@@ -105,7 +106,7 @@ def is_text(settings: Mapping[str, Any]) -> bool:
 
 
 def _usual(given: Mapping[str, Any]) -> dict[str, Any]:
-    return RECIPES["text" if given["recipe"] == "fast" and is_text(given) else given["recipe"]]
+    return _ON_TEXTS if given["recipe"] == "fast" and is_text(given) else RECIPES[given["recipe"]]
 
 
 def _rates(given: Mapping[str, Any]) -> dict[str, float]:
@@ -171,6 +172,7 @@ def fitted(given: Mapping[str, Any], samples: int, side: int, parameters: int | 
 
 def _name_of(data: str) -> str:
     """A task's name from the data's: letters, digits and dashes."""
-    last = Path(data.removeprefix("given:").partition(":")[2] or data).name
+    path = Path(data.removeprefix("given:").partition(":")[2] or data)
+    last = path.stem if data.startswith(TEXT) else path.name
     kept = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in last).strip("-_")
     return kept[:60] or "task"
