@@ -249,12 +249,7 @@ class _Tap:
     """The hook on one module."""
 
     def __init__(
-        self,
-        record: Record,
-        numbers: list[int],
-        measure: Callable[..., Tensor],
-        gradients: bool,
-        values: bool,
+        self, record: Record, numbers: list[int], measure: Callable[..., Tensor], gradients: bool, values: bool
     ) -> None:
         self.record, self.numbers, self.measure = record, numbers, measure
         self.gradients, self.values = gradients, values
