@@ -26,21 +26,14 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
 
 _EXTRAS = {
-    "PIL": "spalier[train]",
-    "accelerate": "spalier[train]",
-    "click": "spalier[cli]",
-    "huggingface_hub": "spalier[hub]",
-    "jinja2": "spalier[cli]",
-    "onnx": "spalier[onnx]",
-    "onnxruntime": "spalier[onnx]",
-    "onnxscript": "spalier[onnx]",
-    "ray": "spalier[ray]",
-    "resvg_py": "spalier[report]",
-    "sklearn": "spalier[train]",
-    "tqdm": "spalier[train]",
-    "yaml": "spalier[train]",
+    "cli": ("click", "jinja2"),
+    "hub": ("huggingface_hub",),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "ray": ("ray",),
+    "report": ("resvg_py",),
+    "train": ("PIL", "accelerate", "sklearn", "tqdm", "yaml"),
 }
-"""What installs a library, where it is not the library's own name."""
+"""What each extra installs, by the names of modules; other libraries are installed by their own names."""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -193,7 +186,7 @@ def import_optional(name: str, purpose: str, error: type[SpalierError] = ConfigE
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] != library:
             raise  # the library is there, but its own installation is broken
-        wanted = _EXTRAS.get(library, library)
+        wanted = next((f"spalier[{extra}]" for extra, names in _EXTRAS.items() if library in names), library)
         raise error(f"{library} is needed for {purpose} and is not installed; pip install '{wanted}'") from missing
     except RuntimeError as broken:
         if "torchvision::" not in str(broken):

@@ -132,10 +132,7 @@ Owner = tuple[nn.Module, str]
 
 
 def check_ties(
-    names: Names,
-    adapted: dict[nn.Module, set[str]],
-    learned: set[nn.Module],
-    also: Mapping[nn.Module, set[str]],
+    names: Names, adapted: dict[nn.Module, set[str]], learned: set[nn.Module], also: Mapping[nn.Module, set[str]]
 ) -> None:
     """Refuse a selection that would tear tied weights apart."""
     for owners in _shared(names):

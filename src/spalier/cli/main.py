@@ -280,10 +280,7 @@ def _globals_first(given: list[str]) -> list[str]:
 # what the modules of commands share
 
 FILE, FOLDER = click.Path(dir_okay=False), click.Path(file_okay=False)
-EXISTING_FILE, EXISTING_FOLDER = (
-    click.Path(exists=True, dir_okay=False),
-    click.Path(exists=True, file_okay=False),
-)
+EXISTING_FILE, EXISTING_FOLDER = (click.Path(exists=True, dir_okay=False), click.Path(exists=True, file_okay=False))
 JSON = click.Option(["--json"], is_flag=True, expose_value=False, help="Print one JSON document instead of text.")
 
 

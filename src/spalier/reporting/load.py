@@ -358,8 +358,8 @@ def share(value: Any) -> float | None:
 def macro_f1(counts: Sequence[Sequence[int]]) -> float | None:
     """The mean F1 of all classes that occur or are predicted, each counted alike; None where nothing was.
 
-    >>> macro_f1([[3, 1], [0, 0]])  # of the first class, 2 x 3 of 4 + 3
-    0.4285714285714286
+    >>> macro_f1([[3, 1], [1, 3]])  # of either class, 2 x 3 of 4 + 4
+    0.75
     """
     of = np.array(counts, float).reshape(len(counts), len(counts))
     both = of.sum(0) + of.sum(1)

@@ -159,13 +159,7 @@ def _script_data(data: ReportData) -> dict[str, Any]:
             accuracy, words = task.numbers.get(data.measure), density(task.target)
             seen = "" if accuracy is None else f", {MEASURES[data.measure]} {percent(accuracy)}"
             step = found.index(task) if task in found else None
-            known = {
-                "key": clean(task.key),
-                "run": place,
-                "step": step,
-                "density": words,
-                "said": words + seen,
-            }
+            known = {"key": clean(task.key), "run": place, "step": step, "density": words, "said": words + seen}
             tasks.append(known)
         layers = found[0].layers if found else ()
         left = [[task.layers[i].left for task in found] for i in range(len(layers))]

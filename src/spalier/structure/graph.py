@@ -16,7 +16,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from spalier.adapters.forward import is_diverted, undivert_
 from spalier.adapters.geometry import is_uninitialised
@@ -121,6 +122,15 @@ def preserved(net: nn.Module) -> Iterator[None]:
                 for buffer, value in zip(buffers.values(), values, strict=True):
                     if buffer is not None and value is not None and not torch.equal(buffer, value):
                         buffer.copy_(value)
+
+
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Take hooks away at the end of the block."""
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.enter_context(handle)
+        yield
 
 
 @contextmanager
