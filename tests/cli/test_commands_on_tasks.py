@@ -356,3 +356,50 @@ def test_sweep_and_a_run_of_it_that_fails(ran, spalier, tmp_path):
     assert called.code == 0, called.err
     assert [row["rank"] for row in called.json["rows"]] == [1, 2]
     assert "--over is missing" in spalier("sweep", config, "--folder", tmp_path / "t").err
+
+
+def test_a_checkpoint_becomes_a_task(base, tmp_path, spalier):
+    torch.manual_seed(0)
+    state = {k: v + 0.02 * torch.rand_like(v) if v.is_floating_point() else v for k, v in base.state_dict().items()}
+    torch.save(state, tmp_path / "tuned.pth")
+    torch.save(base.state_dict(), tmp_path / "base.pth")
+    out = tmp_path / "tuned.task.safetensors"
+    network = ("--base", "resnet8", "--classes", 10, "--weights", tmp_path / "base.pth", "--option", "width=8")
+    command = ("task", "from-checkpoint", tmp_path / "tuned.pth", *network, "-o", out, "--code", "spdelta-2bit")
+    made = spalier(*command, "--data", "digits", "--samples", 64, "--json")
+    assert made.code == 0, made.err
+    assert made.json["bytes"] == out.stat().st_size
+    task = Task.load(out)
+    assert (task.name, task.info.classes[:2]) == ("tuned", ("0", "1"))
+    assert task.info.metrics == made.json["metrics"]
+    assert set(task.info.metrics) == {"accuracy", "accuracy of the checkpoint"}
+    assert {row["code"] for row in made.json["layers"]} == {"SPDelta(bits=2)"}
+    wanted = open_network("resnet8", classes=10, width=8)
+    wanted.load_state_dict(state)
+    assert "output missing" in spalier(*command[:-1], "spdelta-8bit").out  # without data, so norms stay as they are
+    torch.testing.assert_close(Task.load(out).build(base)(IMAGES), wanted(IMAGES), rtol=0.02, atol=0.02)
+    for wrong, words in (
+        (command[:3] + command[-4:], "--base is missing"),
+        ((*command[:-1], "zip"), "expected names"),
+    ):
+        called = spalier(*wrong)
+        assert called.code in (1, 2)
+        assert words in called.err
+    assert "NAME.task.safetensors" in spalier(*command[:-4], "-o", tmp_path / "a.zip").err
+
+
+def test_loras_come_and_go(base, tmp_path, spalier):
+    import spalier as sp
+
+    net = open_network("resnet8", classes=10, width=8)
+    net.load_state_dict(base.state_dict())
+    sp.attach_(net, sp.SPLoRA(rank=2, init_range=0.1), head="fc")
+    wanted = net.eval()(IMAGES)
+    Task.of(net, "lora").save(tmp_path / "lora.task.safetensors")
+    torch.save(base.state_dict(), tmp_path / "base.pth")
+    assert spalier("task", "to-peft", tmp_path / "lora.task.safetensors", tmp_path / "peft").code == 0
+    network = ("--base", "resnet8", "--classes", 10, "--weights", tmp_path / "base.pth", "--option", "width=8")
+    back = tmp_path / "back.task.safetensors"
+    called = spalier("task", "from-peft", tmp_path / "peft", *network, "-o", back, "--json")
+    assert called.code == 0, called.err
+    torch.testing.assert_close(Task.load(back).build(base)(IMAGES), wanted, rtol=1e-4, atol=1e-5)

@@ -47,7 +47,7 @@ def test_the_more_bytes_the_nearer_and_the_base_is_only_read(base):
     wide = len(sp.Task.from_checkpoint(base, net, adapter=sp.SPDelta(bits=8)).to_bytes())
     errors = []
     for size in (wide // 2, wide // 6):
-        task = sp.Task.from_checkpoint(base, net, bytes=size, batches=batches(1), name="tuned")
+        task = sp.Task.from_checkpoint(base, net, bytes=size, name="tuned")
         assert 0.95 * size < len(task.to_bytes()) <= size
         assert {row.name for row in task.refitted.rows} >= {"conv1.weight"}
         errors.append(missing(task, base, net))
@@ -137,7 +137,7 @@ def test_what_half_precision_has_rounded_is_not_taken_for_learned(base, dtype):
 
 def test_it_is_pruned_further(base):
     net = tuned(base)
-    task = sp.Task.from_checkpoint(base, net, adapter=sp.SPDelta(bits=2), example=EXAMPLE)
+    task = sp.Task.from_checkpoint(base, net, adapter=sp.SPDelta(bits=2))  # with no example yet
     again = copy.deepcopy(base)
     task.apply_(again, example=EXAMPLE)
     scores = sp.score(again, batches(2), loss=nn.functional.cross_entropy)

@@ -30,7 +30,7 @@ TASK_FILE = click.argument("task", metavar="TASK", type=click.Path())
 
 @click.group()
 def task() -> None:
-    """Task files: list, look into, verify, build, export, push, pull."""
+    """Task files: list, look into, verify, build, export, push, pull; from checkpoints and PEFT."""
 
 
 @command("list", group=task)
@@ -171,6 +171,98 @@ def pull(console: Console, repository: str, name: str, store: str, revision: str
     """
     path = spalier.Store(store).pull(repository, name, revision=revision)
     console.show(path, {"path": str(path)})
+
+
+TASK_OUT = click.option("--out", "-o", required=True, type=FILE, help="The file to write: NAME.task.safetensors.")
+
+
+@command("from-checkpoint", group=task)
+@click.argument("checkpoint", type=FILE)
+@base_options
+@TASK_OUT
+@click.option(
+    "--code", help="As in runs: bytes-1/20, bytes-200000, spdelta-1bit, splora-r8; by default a bit a weight."
+)
+@click.option("--data", help="Data by name, as for train: layers are fit to it, and accuracy is measured.")
+@click.option("--data-folder", type=FOLDER, help="Where data sets lie.")
+@click.option("--samples", type=click.IntRange(1), default=512, help="How many of its training samples.")
+def from_checkpoint(
+    console: Console, checkpoint: str, base: str | None, out: str, code: str | None, data: str | None, **options: Any
+) -> None:
+    """Make a task of a network that was fine-tuned in full: its file of weights against those of its base.
+
+    Examples:
+        spalier task from-checkpoint tuned.safetensors --base resnet18 --weights w.pth -o tasks/a.task.safetensors
+        spalier task from-checkpoint tuned.pth --base runs/a --code bytes-1/50 --data digits -o b.task.safetensors
+    """
+    import itertools
+
+    from spalier.runs.narrow import form_of
+
+    folder, samples = options.pop("data_folder"), options.pop("samples")
+    form = None if code is None else form_of(code)
+    name = _name_of(out)
+    net = _base_of(base, options)
+    said: dict[str, Any] = {}
+    if data is not None:
+        from spalier.data import Loader, open_data
+
+        opened = open_data(data, folder=folder)
+        loader = Loader(opened.train, batch_size=min(64, samples), augment=False, drop_last=False)
+        with contextlib.closing(loader):
+            said["batches"] = list(itertools.islice(loader.epoch(0), -(-samples // 64)))
+        said |= {"classes": opened.classes, "preprocessing": opened.preprocessing}
+    if form is not None:
+        said |= {"adapter": form.adapter, "bytes": form.budget(spalier.count(net).parameters * 4)}
+    made = spalier.Task.from_checkpoint(net, checkpoint, name=name, **said)
+    size = made.save(out)
+    measured = "".join(f"\n{key}: {value:.4g}" for key, value in made.info.metrics.items())
+    rows = [] if made.refitted is None else [vars(row) for row in made.refitted.rows]
+    shown = "only norms and head have changed" if made.refitted is None else str(made.refitted)
+    result = {"out": out, "bytes": size, "metrics": made.info.metrics, "layers": rows}
+    console.show(f"{shown}{measured}\n{out}: {size:,} bytes", result)
+
+
+@command("from-peft", group=task)
+@click.argument("folder", type=EXISTING_FOLDER)
+@base_options
+@TASK_OUT
+def from_peft(console: Console, folder: str, base: str | None, out: str, **network: Any) -> None:
+    """Make a task of a LoRA that PEFT has saved: adapter_config.json and adapter_model.safetensors.
+
+    Examples:
+        spalier task from-peft lora --base hf:bert-folder -o tasks/a.task.safetensors
+    """
+    name = _name_of(out)
+    size = spalier.Task.from_peft(folder, _base_of(base, network), name=name).save(out)
+    console.show(f"{out}: {size:,} bytes", {"out": out, "bytes": size})
+
+
+@command("to-peft", group=task)
+@TASK_FILE
+@click.argument("folder", type=FOLDER)
+@base_options
+def to_peft(console: Console, task: str, folder: str, base: str | None, **network: Any) -> None:
+    """Write an unpruned low-rank task as a folder for PEFT. Embeddings and Conv1D need --base.
+
+    Examples:
+        spalier task to-peft tasks/a.task.safetensors lora
+    """
+    load_task(_one_file(task)).to_peft(folder, None if base is None else open_base(base, **network))
+    console.show(f"{folder}: PeftModel.from_pretrained(base, {folder!r})", {"folder": folder})
+
+
+def _name_of(out: str) -> str:
+    """What a task is called whose file is to be written."""
+    if not out.endswith(SUFFIX) or not Path(out).absolute().parent.is_dir():
+        raise click.BadParameter(f"{out!r}, expected NAME{SUFFIX} in a folder that is there.", param_hint="-o")
+    return Path(out).name.removesuffix(SUFFIX)
+
+
+def _base_of(base: str | None, network: dict[str, Any]) -> nn.Module:
+    if base is None:
+        raise click.UsageError("--base is missing: the network that was trained on, with its --weights.")
+    return open_base(base, **network)
 
 
 def _one_file(task: str) -> Path:
