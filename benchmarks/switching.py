@@ -205,13 +205,18 @@ def codes(repeats: int) -> list[dict[str, Any]]:
         sizes = {}
         for number, (name, adapter) in enumerate(CODED.items()):
             net, _ = make(CODED_DENSITY, base, structure, adapter)
-            store = sp.Store(Path(folder) / str(number))
             task = sp.Task.of(net, "a", structure=structure)
-            for each in ("a", "b"):
-                store.add(task, each)
-            runs[name] = alternating(sp.Switcher(base, store, limit=0))
-            sizes[name] = {s: len(task.to_bytes(storage=s)) for s in ("exact", "fp16")}
-            check(runs[name](), sp.fuse(net))
+            for storage in ("exact", "int8-all"):
+                title = f"{name}, {storage}"
+                store = sp.Store(Path(folder) / f"{number}-{storage}")
+                for each in ("a", "b"):
+                    store.add(task, each, storage=storage)
+                runs[title] = alternating(sp.Switcher(base, store, limit=0))
+                sizes[title] = store.path("a").stat().st_size
+                if storage == "exact":
+                    check(runs[title](), sp.fuse(net))
+                else:
+                    runs[title]()
         times: dict[str, list[float]] = {each: [] for each in runs}
         gc.collect()
         gc.freeze()
@@ -220,7 +225,7 @@ def codes(repeats: int) -> list[dict[str, Any]]:
                 seconds, made = timed(run)
                 times[each].append(seconds)
                 del made
-    first = times["SPLoRA r8"]
+    first = times["SPLoRA r8, exact"]
     return [
         {
             "adapter": name,
@@ -383,14 +388,13 @@ def markdown(results: dict[str, Any], part: str) -> str:
             for row in measured
         ]
     elif part == "codes":
-        head = ["adapter", "cold activation, ms", "to SPLoRA r8", "file, bytes", "fp16"]
+        head = ["adapter, storage", "cold activation, ms", "to SPLoRA r8", "file, bytes"]
         rows = [
             [
                 row["adapter"],
                 f"{row['milliseconds']:.1f}",
                 f"{row['to SPLoRA r8']:.2f}",
-                f"{row['bytes']['exact']:,}",
-                f"{row['bytes']['fp16']:,}",
+                f"{row['bytes']:,}",
             ]
             for row in results["codes"]
         ]
