@@ -522,15 +522,15 @@ def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
         table = table.in_bytes
         numbers |= {"adapters": empty, "codes": _bytes_of_version_1(tensors["adapters"])}
     task = Task(info, table, masks, **numbers, values=tensors["values"], integers=_expanded(pairs, table.integers))
-    read: dict[str, Tensor] = {}
+    read: dict[str, Any] = {}
     if length_of_codes is not None:
         read["codes"] = inflated(task.codes, length_of_codes, task._bytes_of_codes)
     if in_bytes_now:
         read["values"] = values_of_bytes(tensors["values"], task._own_shapes)
     if read:
-        known = {key: task.__dict__[key] for key in ("cut_rows", "adapter_shapes") if key in task.__dict__}
+        known: dict[str, Any] = {key: vars(task)[key] for key in ("cut_rows", "adapter_shapes") if key in vars(task)}
         task = replace(task, **read)
-        task.__dict__.update(known)  # which take as long as all the rest
+        vars(task).update(known)  # which take as long as all the rest
     task._check_numbers()
     return task
 
