@@ -102,7 +102,8 @@ def values_of_bytes(data: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:
     marks, codes = data.numpy()[:front].view(np.uint8), data.numpy()[front:]
     if codes.min() == -128:
         raise TaskFileError("codes", "values hold the integer -128, expected -127 to 127")
-    lengths = np.repeat([length for _, length in _rows(shapes)], [rows for rows, _ in _rows(shapes)])
+    rows, each = zip(*_rows(shapes), strict=True)
+    lengths = np.repeat(each, rows)
     numbers = codes.astype(np.float32) / np.float32(127)
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found afterwards
         numbers *= np.repeat(_scales_of(marks, _VALUES), lengths)
