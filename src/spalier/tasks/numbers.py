@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spalier.adapters.codes import codes_of, pack
+from spalier.adapters.codes import Bytes, codes_of, pack
 from spalier.adapters.kinds import Stored
 from spalier.errors import TaskFileError
 from spalier.tasks.format import inflate, largest, quoted
@@ -85,7 +85,7 @@ def values_in_bytes(values: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor
     joined = torch.cat(found)
     # the smallest scale that rounds no number to more than 127: what was read is written again as it was
     marks = _steps_below(joined.abs().double() * (127 / 127.5), _VALUES, torch.ceil)
-    wide = _scales_of(marks, _VALUES)
+    wide = torch.from_numpy(_scales_of(marks.numpy(), _VALUES))
     each = zip(codes, wide.split([rows for rows, _ in sizes]), strict=True)
     shown = [(part * (127 / scale.clamp(min=1e-38))[:, None]).round().clamp(-127, 127) for part, scale in each]
     marks[2:] |= (joined < 0).to(torch.uint8) << 7
@@ -97,23 +97,25 @@ def values_of_bytes(data: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:
     front, count = bytes_of_values(shapes)
     if data.numel() != front + count:
         raise TaskFileError("sizes", f"values has {data.numel():,} bytes, the table says {front + count:,}")
-    marks, codes = data[:front].view(torch.uint8).clone(), data[front:]
-    if bool((codes == -128).any()):
-        raise TaskFileError("codes", "values hold the integer -128, expected -127 to 127")
     if not front:
         return torch.empty(0, device="cpu")
-    lengths = torch.tensor([length for rows, length in _rows(shapes) for _ in range(rows)], dtype=torch.int64)
-    are_roots = (marks[2:] > 127).repeat_interleave(lengths)
-    marks[2:] &= 127
-    numbers = codes.float().div_(127).mul_(_scales_of(marks, _VALUES).repeat_interleave(lengths))
-    return torch.where(are_roots, numbers.square(), numbers)
+    marks, codes = data.numpy()[:front].view(np.uint8), data.numpy()[front:]
+    if codes.min() == -128:
+        raise TaskFileError("codes", "values hold the integer -128, expected -127 to 127")
+    rows, each = zip(*_rows(shapes), strict=True)
+    lengths = np.repeat(each, rows)
+    numbers = codes.astype(np.float32) / np.float32(127)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found afterwards
+        numbers *= np.repeat(_scales_of(marks, _VALUES), lengths)
+        np.square(numbers, out=numbers, where=np.repeat(marks[2:] > 127, lengths))
+    return torch.from_numpy(numbers)
 
 
 # scales in a byte: how many steps of an octave they lie below the largest, whose own steps are in front
 
 
 _VALUES, _CODES = (8, 127), (24, 255)
-"""How many steps an octave has, and how many bytes there are: those of values have a bit for something else."""
+"""How many steps an octave has, and the largest byte: those of values have a bit for something else."""
 
 
 def _steps_below(scales: Tensor, grid: tuple[int, int], rounding: Callable[[Tensor], Tensor]) -> Tensor:
@@ -126,11 +128,12 @@ def _steps_below(scales: Tensor, grid: tuple[int, int], rounding: Callable[[Tens
     return torch.cat([front, below.where(scales > 0, torch.zeros_like(below)).to(torch.uint8)])
 
 
-def _scales_of(data: Tensor, grid: tuple[int, int]) -> Tensor:
-    """The scales that bytes stand for."""
-    highest = data[:2].clone().view(torch.int16).double()
-    scales = torch.exp2((highest + 1 - data[2:].double()) / grid[0])
-    return torch.where(data[2:] == 0, torch.zeros_like(scales), scales).float()
+def _scales_of(data: Bytes, grid: tuple[int, int]) -> Any:
+    """The scales that bytes stand for, as an array; of values' bytes the highest bit means something else."""
+    (highest,), below = np.frombuffer(data[:2].tobytes(), "<i2"), data[2:] & grid[1]
+    with np.errstate(over="ignore"):
+        scales = np.exp2((int(highest) + 1 - below.astype(np.float64)) / grid[0]).astype(np.float32)
+    return np.where(below == 0, np.float32(0), scales)
 
 
 def scales_in_bytes(scales: Tensor) -> Tensor:
@@ -142,7 +145,7 @@ def scales_of_bytes(data: Tensor) -> Tensor:
     """The scales that `scales_in_bytes` stored."""
     if data.numel() < 3:
         raise TaskFileError("sizes", f"scales has {data.numel()} bytes, expected two, and one for each")
-    return _scales_of(data, _CODES)
+    return torch.from_numpy(_scales_of(data.numpy(), _CODES))
 
 
 def bytes_of_values(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int]:

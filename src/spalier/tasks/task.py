@@ -548,10 +548,15 @@ def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
         table = table.in_bytes
         numbers |= {"adapters": empty, "codes": bytes_of_version_1(tensors["adapters"])}
     task = Task(info, table, masks, **numbers, values=tensors["values"], integers=expanded(pairs, table.integers))
+    read: dict[str, Any] = {}
     if length_of_codes is not None:
-        task = replace(task, codes=inflated(task.codes, length_of_codes, task._bytes_of_codes))
+        read["codes"] = inflated(task.codes, length_of_codes, task._bytes_of_codes)
     if in_bytes_now:
-        task = replace(task, values=values_of_bytes(tensors["values"], task._own_shapes))
+        read["values"] = values_of_bytes(tensors["values"], task._own_shapes)
+    if read:
+        known: dict[str, Any] = {key: vars(task)[key] for key in ("cut_rows", "adapter_shapes") if key in vars(task)}
+        task = replace(task, **read)
+        vars(task).update(known)  # which take as long as all the rest
     task._check_numbers()
     return task
 
