@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
@@ -206,35 +208,98 @@ TOLERANCE = 1e-3
 
 
 @command(group=task)
-@TASK_FILE
+@click.argument("tasks", nargs=-1, required=True, metavar="TASK...")
 @base_options
-@click.option("--out", "-o", required=True, type=FILE, help="A .onnx, .pt2 (torch.export) or .pte (ExecuTorch) file.")
+@click.option(
+    "--out",
+    "-o",
+    required=True,
+    type=click.Path(),
+    help="A .onnx, .pt2 (torch.export) or .pte (ExecuTorch) file; with --to a folder.",
+)
+@click.option("--to", type=click.Choice(["onnx", "torch.export", "executorch"]), help="Write all tasks into a folder.")
 @click.option("--shape", help="The shape of one input; by default the task's images.")
 @click.option("--fold/--no-fold", default=True, help="Fold batch norms into the layers before them.")
 def export(
-    console: Console, task: str, base: str | None, out: str, shape: str | None, fold: bool, **network: Any
-) -> None:
-    """Write a task's network in a form for other runtimes, run it there, and compare.
+    console: Console, tasks: tuple[str, ...], base: str | None, out: str, to: str | None, **options: Any
+) -> int | None:
+    """Write tasks' networks in a form for other runtimes, run them there, and compare.
 
-    The batch is free in .onnx and .pt2, and 1 in .pte.
+    The batch is free in .onnx and .pt2, and 1 in .pte. With --to, every task of a store or a run becomes a file in a
+    folder, beside a manifest.json that says of each what a program needs to run it: its file and digest, its inputs,
+    its classes, and how good it is. The exit code is 3 where a task cannot be exported.
 
     Examples:
         spalier task export runs/digits/tasks/digits-50.task.safetensors -o small.onnx
         spalier task export runs/digits/tasks/digits-50.task.safetensors -o small.pt2
+        spalier task export runs/digits --to onnx -o edge
     """
-    import torch
-
-    ending = _checked_ending(out, tuple(EXPORTERS), task, network["weights"])
-    found, _, small = _build(task, base, fold, network)
-    torch.manual_seed(0)
-    # torch.export takes an axis of size 1 for a constant, so a free batch is exported with 2 samples.
-    example = torch.randn(1 if ending == ".pte" else 2, *shape_of(shape, [found]))
-    difference, size = _export(small, example, Path(out))
+    shape, fold = options.pop("shape"), options.pop("fold")
+    if to is not None:
+        return _export_all(console, task_files(tasks), base, Path(out), to, shape, fold, options)
+    if len(tasks) > 1:
+        raise click.UsageError("there are several tasks: pass --to, such as --to onnx, and a folder.")
+    ending = _checked_ending(out, tuple(EXPORTERS), tasks[0], options["weights"])
+    found, _, small = _build(tasks[0], base, fold, options)
+    difference, size = _export(small, _example(ending, shape, found), Path(out))
     runtime = EXPORTERS[ending][0]
     console.show(
         f"{out}: {size:,} bytes; {runtime}'s outputs differ from PyTorch's by {difference:.1g} at most",
         {"out": out, "bytes": size, "runtime": runtime, "difference": difference, "task": found.name},
     )
+    return None
+
+
+def _example(ending: str, shape: str | None, task: Task) -> Tensor:
+    import torch
+
+    torch.manual_seed(0)
+    # torch.export takes an axis of size 1 for a constant, so a free batch is exported with 2 samples.
+    return torch.randn(1 if ending == ".pte" else 2, *shape_of(shape, [task]))
+
+
+def _export_all(
+    console: Console,
+    paths: list[Path],
+    base: str | None,
+    folder: Path,
+    to: str,
+    shape: str | None,
+    fold: bool,
+    network: dict[str, Any],
+) -> int:
+    """Every task as a file of a folder, and what programs need to know of them in its manifest."""
+    from spalier import files
+    from spalier.errors import SpalierError
+    from spalier.text import table
+
+    ending = {"onnx": ".onnx", "torch.export": ".pt2", "executorch": ".pte"}[to]
+    folder.mkdir(parents=True, exist_ok=True)
+    bases: dict[str, nn.Module] = {}
+    entries: list[dict[str, Any]] = []
+    cells: list[list[str]] = []
+    for path in paths:
+        name = path.name.removesuffix(SUFFIX)
+        try:
+            where = base or run_beside(path)
+            net = bases.get(where) or bases.setdefault(where, open_base(where, **network))
+            found, digest = spalier.Store(path.parent).read(name)
+            example, out = _example(ending, shape, found), folder / f"{name}{ending}"
+            difference, size = _export(found.build(net, fold=fold), example, out)
+        except SpalierError as error:
+            entries.append({"task": name, "error": f"{error.code}: {error}"})
+            cells.append([name, "-", "-", f"{error.code}: {error}"])
+            continue
+        said = {"classes": list(found.info.classes), "preprocessing": found.info.preprocessing}
+        made = {"sha256": hashlib.sha256(out.read_bytes()).hexdigest(), "bytes": size, "task_sha256": digest}
+        inputs = [1 if ending == ".pte" else None, *example.shape[1:]]  # None is a batch of any size
+        entries.append({"task": name, "file": out.name, **made, "input": inputs, **said, "metrics": found.info.metrics})
+        cells.append([name, out.name, f"{size:,}", f"{difference:.1g}"])
+        console.note(f"{name}: {size:,} bytes")
+    manifest = {"runtime": EXPORTERS[ending][0], "spalier": spalier.__version__, "tasks": entries}
+    files.write(folder / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+    console.show(table(["task", "file", "bytes", "differs by"], cells), {"folder": str(folder), **manifest})
+    return 3 if any("error" in entry for entry in entries) else 0
 
 
 def _export(net: nn.Module, example: Tensor, out: Path) -> tuple[float, int]:
