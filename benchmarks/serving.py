@@ -7,7 +7,8 @@ A few networks lose 70% of their channels, and a thousand task files are made of
 servers with the same HTTP, batching and threads differ in how they come to a task's network, and take turns:
 
 - spalier: task files on one base, networks in a cache of so many bytes;
-- peft: the unpruned base with a LoRA of the same rank for each task, all in memory, switched by ``set_adapter``;
+- peft: the unpruned base with LoRAs of the same rank, all in memory, switched by ``set_adapter``; eight of them,
+  which tasks share, since both adding and switching take longer the more there are;
 - files: a whole fine-tuned network for each task, loaded from a file of its own for each batch;
 - small files: the same pruned networks as spalier's, from files of their own, in a cache of as many bytes.
 
@@ -58,7 +59,7 @@ from spalier.timing import describe_machine
 torchvision_ops.declare()  # peft looks for torchvision as it is imported
 RESULTS = Path(__file__).parent / "results" / "serving.json"
 SIZE, DENSITY, RANK, LEARNED = 64, 0.3, 8, 4
-QUEUE = 64
+QUEUE, ADAPTERS = 64, 8
 CONTENDERS = ("spalier", "peft", "files", "small files")
 PREPROCESSING = {"size": SIZE, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
@@ -155,15 +156,19 @@ class PeftSwitcher:
         from peft import LoraConfig, get_peft_model
 
         self.store, self.ready, self.bytes = sp.Store(folder / "tasks"), list(names), 0
+        adapters = names[:ADAPTERS]
         info = self.store.load("task0000").info
         layers = [n for n, m in base().named_modules() if isinstance(m, nn.Conv2d)]
         config = LoraConfig(r=RANK, target_modules=layers, init_lora_weights=False)
-        self.net = get_peft_model(base(), config, adapter_name=names[0])
-        for name in names[1:]:
+        self.net = get_peft_model(base(), config, adapter_name=adapters[0])
+        for name in adapters[1:]:
             self.net.add_adapter(name, config)
         self.net.eval()
         self._lock = threading.Lock()
-        self._entries = {name: ReadyNetwork(name, _Switched(self, name), info, 0, (0, 0, 0)) for name in names}
+        self._entries = {
+            name: ReadyNetwork(name, _Switched(self, adapters[place % len(adapters)]), info, 0, (0, 0, 0))
+            for place, name in enumerate(names)
+        }
 
     def look(self, name: str) -> ReadyNetwork | None:
         return self._entries[name]
@@ -366,7 +371,7 @@ def against(folder: Path, names: list[str], whole: int, rounds: int, seconds: fl
             server.__enter__()
             ask(server.port, names, "zipf", 8, seconds, 99)
         for turn in range(rounds):
-            for clients in (1, 8, 64):
+            for clients in (1, 16):
                 rows += [measured(server, names, "zipf", clients, seconds, turn) for server in servers]
                 print(rows[-4:], flush=True)
     finally:
@@ -520,7 +525,7 @@ def main() -> None:
                 "rows": rows,
             }
         if "curve" in parts:
-            counts = (1, 8) if given.quick else (1, 4, 16, 64)
+            counts = (1, 8) if given.quick else (1, 16, 64)
             report["curve"] = curve(folder, names, whole, given.seconds, counts)
         if "overload" in parts:
             report["overload"] = overload(folder, names, whole, given.overload_seconds)
