@@ -6,7 +6,7 @@ import base64
 from pathlib import Path
 from typing import Any
 
-import litserve  # type: ignore[import-not-found]
+import litserve
 import torch
 
 import spalier as sp
