@@ -32,10 +32,10 @@ LAYERS = [
     {"selecting"},
     {"scheduling"},
     {"tasks", "networks", "data"},
-    {"refitting"},
+    {"refitting", "predicting"},
     {"runs", "integrations", "benching"},
     {"adapting"},
-    {"reporting"},
+    {"reporting", "serve"},
     {"cli"},
     {"__main__"},
 ]
@@ -96,9 +96,11 @@ RUNS_LAYERS = [
 DATA_LAYERS = [{"data"}, {"images", "loader"}, {"texts"}, {"sources"}]
 INTEGRATIONS_LAYERS = [{"lightning", "transformers"}]
 REPORTING_LAYERS = [{"draw", "load"}, {"figures"}, {"comparisons"}, {"page"}]
+SERVE_LAYERS = [{"service"}, {"web"}, {"cluster"}]
 CLI_LAYERS = [
     {"main", "demo"},
     {"opening"},
+    {"serving"},
     {"commands", "task_commands"},
 ]
 PACKAGES = {
@@ -111,6 +113,7 @@ PACKAGES = {
     "runs": RUNS_LAYERS,
     "data": DATA_LAYERS,
     "integrations": INTEGRATIONS_LAYERS,
+    "serve": SERVE_LAYERS,
     "cli": CLI_LAYERS,
     "reporting": REPORTING_LAYERS,
 }

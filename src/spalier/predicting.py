@@ -131,7 +131,7 @@ def collate(
     first = samples[0]
     if isinstance(first, np.ndarray):
         preprocessing = preprocessing_of(info)
-        return normalize(center_crop(np.stack(samples), preprocessing.size), preprocessing)  # type: ignore[arg-type]
+        return normalize(center_crop(np.stack(samples), preprocessing.size), preprocessing)
     if isinstance(first, Tensor):
         return torch.stack(samples)  # type: ignore[arg-type]
     if tokenizer is None:

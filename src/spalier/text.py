@@ -31,6 +31,7 @@ _EXTRAS = {
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "ray": ("ray",),
     "report": ("resvg_py",),
+    "serve": ("fastapi", "prometheus_client", "python_multipart", "uvicorn"),
     "train": ("PIL", "accelerate", "sklearn", "tqdm", "yaml"),
 }
 """What each extra installs, by the names of modules; other libraries are installed by their own names."""

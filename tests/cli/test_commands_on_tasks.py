@@ -304,6 +304,43 @@ def test_a_program_does_not_hold_the_sample_that_it_was_made_with(half, spalier,
         assert any(sample[:64] in archive.read(name) for name in archive.namelist())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["onnx", "executorch"])
+@torch.no_grad()
+def test_all_tasks_go_into_a_folder_with_a_manifest(to, ran, base, spalier, tmp_path):
+    """Each is run by its runtime from what the manifest says alone."""
+    called = spalier("-q", "task", "export", ran, "--to", to, "-o", tmp_path / "edge", "--json")
+    assert called.code == 0, called.err
+    manifest = json.loads((tmp_path / "edge/manifest.json").read_text())
+    assert [entry["task"] for entry in manifest["tasks"]] == ["digits-100", "digits-50"]
+    for entry in manifest["tasks"]:
+        path = tmp_path / "edge" / entry["file"]
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == entry["sha256"]
+        file = ran / "tasks" / f"{entry['task']}.task.safetensors"
+        assert hashlib.sha256(file.read_bytes()).hexdigest() == entry["task_sha256"]
+        assert entry["classes"] == list(map(str, range(10)))
+        assert entry["metrics"]["accuracy"] > 0
+        image = torch.randn(1, *entry["input"][1:])
+        wanted = Task.load(file).build(base)(image)
+        if to == "onnx":
+            session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+            found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: image.numpy()})[0])
+        else:
+            from executorch.runtime import Runtime
+
+            (found,) = Runtime.get().load_program(path).load_method("forward").execute([image])
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_a_folder_of_exports_says_what_cannot_be(ran, spalier, tmp_path):
+    (tmp_path / "bad.task.safetensors").write_bytes(b"garbage")
+    called = spalier("task", "export", tmp_path, "--base", ran, "--to", "onnx", "-o", tmp_path / "edge", "--json")
+    assert called.code == 3
+    (entry,) = json.loads((tmp_path / "edge/manifest.json").read_text())["tasks"]
+    assert entry["error"].startswith("truncated")
+    assert "pass --to" in spalier("task", "export", "a", "b", "-o", "x.onnx").err
+
+
 def test_an_export_that_computes_something_else_is_not_written(half, spalier, tmp_path, monkeypatch):
     real = torch.export.load
     monkeypatch.setattr(

@@ -113,19 +113,13 @@ def serve(console: Console, store: str, base: str | None, **options: Any) -> Non
     if not store.startswith("hub:") and not place.is_dir():
         raise click.BadParameter(f"there is no folder {store}; expected a store, a run or hub:OWNER/NAME.")
     where = base or run_beside(place / f"any{SUFFIX}")
+    source = store if store.startswith("hub:") else str(place.absolute())
     log_requests(as_json=console.as_json, quiet=console.quiet)
     if options.pop("ray"):
-        return serve_on_ray(store if store.startswith("hub:") else str(place.absolute()), where, network, options)
+        return serve_on_ray(source, where, network, options)
     options.pop("replicas")
-    from spalier.serve.service import open_store
-
     net = open_base(where, **network)
-    return serve_here(
-        net,
-        str(open_store(store if store.startswith("hub:") else place).folder),
-        tokenizer_of(where, net),
-        **options,
-    )
+    return serve_here(net, source, tokenizer_of(where, net), **options)
 
 
 def limits_of(options: dict[str, Any]) -> Limits:

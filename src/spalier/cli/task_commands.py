@@ -301,34 +301,100 @@ TOLERANCE = 1e-3
 
 
 @command(group=task)
-@TASK_FILE
+@click.argument("tasks", nargs=-1, required=True, metavar="TASK...")
 @base_options
-@click.option("--out", "-o", required=True, type=FILE, help="A .onnx, .pt2 (torch.export) or .pte (ExecuTorch) file.")
+@click.option(
+    "--out",
+    "-o",
+    required=True,
+    type=click.Path(),
+    help="A .onnx, .pt2 (torch.export) or .pte (ExecuTorch) file; with --to a folder.",
+)
+@click.option("--to", type=click.Choice(["onnx", "torch.export", "executorch"]), help="Write all tasks into a folder.")
 @click.option("--shape", help="The shape of one input, or how many tokens; by default the task's.")
 @click.option("--fold/--no-fold", default=True, help="Fold batch norms into the layers before them.")
 def export(
-    console: Console, task: str, base: str | None, out: str, shape: str | None, fold: bool, **network: Any
-) -> None:
-    """Write a task's network in a form for other runtimes, run it there, and compare.
+    console: Console, tasks: tuple[str, ...], base: str | None, out: str, to: str | None, **options: Any
+) -> int | None:
+    """Write tasks' networks in a form for other runtimes, run them there, and compare.
 
     The batch is free in .onnx and .pt2, and the number of tokens too; in .pte both are fixed, the batch to 1. An .onnx
     file has the task's name, classes, preprocessing and SHA-256 in its metadata (spalier.*), a .pt2 file in its extra
-    file spalier.json; neither holds a sample.
+    file spalier.json; neither holds a sample. With --to, every task of a store or a run becomes a file in a folder,
+    beside a manifest.json that says of each what a program needs to run it: its file and digest, its inputs, its
+    classes, and how good it is. The exit code is 3 where a task cannot be exported.
 
     Examples:
         spalier task export runs/digits/tasks/digits-50.task.safetensors -o small.onnx
         spalier task export runs/digits/tasks/digits-50.task.safetensors -o small.pt2
+        spalier task export runs/digits --to onnx -o edge
     """
-    ending = _checked_ending(out, tuple(EXPORTERS), task, network["weights"])
-    found, _, small = _build(task, base, fold, network)
-    # torch.export takes an axis of size 1 for a constant, so a free batch is exported with 2 samples.
-    example = example_of(small, 1 if ending == ".pte" else 2, shape, [found])
-    difference, size = _export(small, example, Path(out), _said(found, _one_file(task)))
+    shape, fold = options.pop("shape"), options.pop("fold")
+    if to is not None:
+        return _export_all(console, task_files(tasks), base, Path(out), to, shape, fold, options)
+    if len(tasks) > 1:
+        raise click.UsageError("there are several tasks: pass --to, such as --to onnx, and a folder.")
+    ending = _checked_ending(out, tuple(EXPORTERS), tasks[0], options["weights"])
+    found, _, small = _build(tasks[0], base, fold, options)
+    example = _example(small, ending, shape, found)
+    difference, size = _export(small, example, Path(out), _said(found, _one_file(tasks[0])))
     runtime = EXPORTERS[ending][0]
     console.show(
         f"{out}: {size:,} bytes; {runtime}'s outputs differ from PyTorch's by {difference:.1g} at most",
         {"out": out, "bytes": size, "runtime": runtime, "difference": difference, "task": found.name},
     )
+    return None
+
+
+def _example(net: nn.Module, ending: str, shape: str | None, task: Task) -> Inputs:
+    # torch.export takes an axis of size 1 for a constant, so a free batch is exported with 2 samples.
+    return example_of(net, 1 if ending == ".pte" else 2, shape, [task])
+
+
+def _export_all(
+    console: Console,
+    paths: list[Path],
+    base: str | None,
+    folder: Path,
+    to: str,
+    shape: str | None,
+    fold: bool,
+    network: dict[str, Any],
+) -> int:
+    """Every task as a file of a folder, and what programs need to know of them in its manifest."""
+    from spalier import files
+    from spalier.errors import SpalierError
+    from spalier.inputs import tensors_of
+    from spalier.text import table
+
+    ending = {"onnx": ".onnx", "torch.export": ".pt2", "executorch": ".pte"}[to]
+    folder.mkdir(parents=True, exist_ok=True)
+    bases: dict[str, nn.Module] = {}
+    entries: list[dict[str, Any]] = []
+    cells: list[list[str]] = []
+    for path in paths:
+        name = path.name.removesuffix(SUFFIX)
+        try:
+            where = base or run_beside(path)
+            net = bases.get(where) or bases.setdefault(where, open_base(where, **network))
+            found, digest = spalier.Store(path.parent).read(name)
+            small, out = found.build(net, fold=fold), folder / f"{name}{ending}"
+            example = _example(small, ending, shape, found)
+            difference, size = _export(small, example, out, _said(found, path))
+        except SpalierError as error:
+            entries.append({"task": name, "error": f"{error.code}: {error}"})
+            cells.append([name, "-", "-", f"{error.code}: {error}"])
+            continue
+        said = {"classes": list(found.info.classes), "preprocessing": found.info.preprocessing}
+        made = {"sha256": hashlib.sha256(out.read_bytes()).hexdigest(), "bytes": size, "task_sha256": digest}
+        inputs = [1 if ending == ".pte" else None, *tensors_of(example)[0].shape[1:]]  # None is a batch of any size
+        entries.append({"task": name, "file": out.name, **made, "input": inputs, **said, "metrics": found.info.metrics})
+        cells.append([name, out.name, f"{size:,}", f"{difference:.1g}"])
+        console.note(f"{name}: {size:,} bytes")
+    manifest = {"runtime": EXPORTERS[ending][0], "spalier": spalier.__version__, "tasks": entries}
+    files.write(folder / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+    console.show(table(["task", "file", "bytes", "differs by"], cells), {"folder": str(folder), **manifest})
+    return 3 if any("error" in entry for entry in entries) else 0
 
 
 def _said(task: Task, file: Path) -> dict[str, str]:
