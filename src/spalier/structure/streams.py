@@ -213,7 +213,9 @@ def extents_of(walk: Walk, assembly: Assembly) -> list[Extent]:
         fields = [statistic.fields[axis] for axis in sorted(statistic.fields)]
         sizes = tuple(len(each[0]) for each in fields)
         found.append(Extent(module_of(statistic.node), sizes, tuple(map(assembly.units_on, fields))))
-    return [extent for extent in found if any(extent.units)]
+    # an axis of the same size that stays makes it unclear which of the two an attribute means
+    sizes = {(e.module, n) for e in found for n, units in zip(e.sizes, e.units, strict=True) if units}
+    return [e for e in found if any(e.units) or (len(e.sizes) == 1 and (e.module, *e.sizes) in sizes)]
 
 
 def views_of(walk: Walk, assembly: Assembly, wrong: Collection[tuple[str, int, int, int, int, int]]) -> list[View]:
