@@ -24,8 +24,6 @@ DIVIDES = ("made/functional_weights",)
 # nothing of these can go: recurrent layers, statistics over channels, sizes in the code, weights tied to outputs
 WHOLE = (
     "made/channel_statistics",
-    "made/constant_groups",
-    "made/constant_view",
     "made/fourier",
     "made/gru",
     "made/gru_cell_loop",
