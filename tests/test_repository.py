@@ -55,7 +55,7 @@ UPWARDS = {
     ("tasks/task.py", "spalier.refitting.peft"): _METHODS,
     ("tasks/store.py", "spalier.tasks.hub"): _METHODS,
 }
-ADAPTER_LAYERS = [{"geometry", "codes"}, {"kinds"}, {"forward", "targets"}, {"attachment"}, {"attach"}]
+ADAPTER_LAYERS = [{"geometry", "codes"}, {"kinds"}, {"forward", "targets"}, {"attachment", "calls"}, {"attach"}]
 STRUCTURE_LAYERS = [
     {"labels"},
     {"graph"},

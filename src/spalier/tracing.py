@@ -32,9 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spalier.adapters.attachment import MARK, Changes, owners_of
+from spalier.adapters.calls import Calls, Corrected, fits, left_open
 from spalier.adapters.geometry import plain_tensors
 from spalier.errors import TraceError
-from spalier.adapters.calls import Calls, Corrected, fits, left_open
 from spalier.pruning.modules import Resize, resized
 from spalier.pruning.plan import PRUNED_MARK, Indices, Kept, Reduction, whole
 from spalier.pruning.prune import Cutter, apply_

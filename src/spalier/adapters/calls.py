@@ -16,7 +16,7 @@ about its width would have to tell each line another lie.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,7 +62,7 @@ class Corrected(TorchFunctionMode):
     """
 
     def __init__(self, calls: Calls) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.calls = calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,3 +139,27 @@ def corrected_with(module: nn.Module, calls: Calls) -> dict[str, Any]:
     # with adapters on it the layer is diverted already, to a run that asks for OWN_FORWARD
     forward = {} if is_diverted(module) else {"forward": partial(run_corrected, module)}
     return {CALLS: calls, OWN_FORWARD: run_corrected, **forward}
+
+
+class _Noted(Corrected):
+    """Notes the views that a module makes: their kind, an axis, and its size."""
+
+    def __init__(self, made: set[tuple[int, ...]]) -> None:
+        super().__init__(Calls())
+        self.made = made
+
+    def view(self, x: Tensor, sizes: list[int]) -> tuple[int, ...]:
+        shape = x.reshape(sizes).shape
+        kind = x.dim(), len(sizes), left_open(sizes)
+        self.made |= {(*kind, axis, shape[-axis]) for axis in range(1, len(shape) + 1)}
+        return tuple(sizes)
+
+
+def noting(module: nn.Module, made: set[tuple[int, ...]]) -> Callable[..., Any]:
+    """A forward of a module that notes the views that it makes."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _Noted(made):
+            return type(module).forward(module, *args, **kwargs)
+
+    return forward

@@ -26,10 +26,10 @@ from torch.optim import Optimizer
 
 from spalier.adapters.attach import fuse
 from spalier.adapters.attachment import Attachment, Changes, Owner, attachment_of, is_marked, owners_of
+from spalier.adapters.calls import Calls, corrected_with
 from spalier.adapters.geometry import Geometry
 from spalier.adapters.kinds import LowRank, Update
 from spalier.errors import PlanError, PruneError
-from spalier.adapters.calls import Calls, corrected_with
 from spalier.pruning.modules import Resize, resized, set_spread_
 from spalier.pruning.plan import PRUNED_MARK, Indices, Plan, Reduction, Writers, kept_after, kept_of
 from spalier.pruning.recovery import Recovered, Recovery, calibration_of, recover_, wishes_of
@@ -238,7 +238,7 @@ def _calls(reduction: Reduction) -> dict[str, Calls]:
     """What has to be set right in modules' calls; nothing in those that have all their weights."""
     structure, left = reduction.structure, reduction.left
     found: dict[str, Calls] = {}
-    modules = [*(each.module for each in (*structure.views, *structure.scales)), *structure.grouped]
+    modules = [*(v.module for v in structure.views), *(s.module for s in structure.scales), *structure.grouped]
     for path in dict.fromkeys(modules):
         own = [first for name, first in structure.names.items() if name.startswith(f"{path}." if path else "")]
         if not own or not all(mask.all() for name in own for mask in left.of(structure, name)):

@@ -124,7 +124,7 @@ class View:
 
 @dataclass(frozen=True)
 class Scale:
-    """A number that a module's code makes of a width: what tensors with so many axes are multiplied with, or divided by."""
+    """A number that a module's code makes of a width: it multiplies or divides tensors with so many axes."""
 
     module: str
     axes: int
@@ -213,7 +213,9 @@ def extents_of(walk: Walk, assembly: Assembly) -> list[Extent]:
         fields = [statistic.fields[axis] for axis in sorted(statistic.fields)]
         sizes = tuple(len(each[0]) for each in fields)
         found.append(Extent(module_of(statistic.node), sizes, tuple(map(assembly.units_on, fields))))
-    return [extent for extent in found if any(extent.units)]
+    # an axis of the same size that stays makes it unclear which of the two an attribute means
+    lost = {(e.module, n) for e in found for n, units in zip(e.sizes, e.units, strict=True) if units}
+    return [e for e in found if any(e.units) or (len(e.sizes) == 1 and (e.module, e.sizes[0]) in lost)]
 
 
 def views_of(walk: Walk, assembly: Assembly, wrong: Collection[tuple[str, int, int, int, int, int]]) -> list[View]:
@@ -238,9 +240,9 @@ def scales_of(program: ExportedProgram, module: str) -> list[Scale]:
     inside = f"{module}." if module else ""
     found: dict[int, set[float]] = defaultdict(set)
     for node in program.graph.nodes:
-        if node.op == "call_function" and operation(node) in ("mul", "div") and isinstance(node.args[1], float):
-            if module_of(node) == module or module_of(node).startswith(inside):
-                found[len(shape_of(node))].add(node.args[1])
+        is_scaled = node.op == "call_function" and operation(node) in ("mul", "div") and isinstance(node.args[1], float)
+        if is_scaled and (module_of(node) == module or module_of(node).startswith(inside)):
+            found[len(shape_of(node))].add(node.args[1])
     return [Scale(module, axes, *numbers) for axes, numbers in found.items() if len(numbers) == 1]
 
 

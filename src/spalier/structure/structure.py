@@ -396,7 +396,10 @@ def from_dict(data: Mapping[str, Any]) -> Structure:
         extents=tuple(
             Extent(module, tuple(sizes), tuple(map(_axis_units, units))) for module, sizes, units in data["extents"]
         ),
-        views=tuple(View(*entry, _axis_units(units)) for *entry, units in data["views"]),
+        views=tuple(
+            View(module, before, after, left_open, axis, size, _axis_units(units))
+            for module, before, after, left_open, axis, size, units in data["views"]
+        ),
         scales=tuple(Scale(*entry) for entry in data["scales"]),
         grouped=tuple(data["grouped"]),
         sites=tuple(

@@ -66,6 +66,9 @@ def _weight(tensor: Tensor, geometry: Geometry) -> Weight:
     return Weight(geometry, found.largest, limit, laid.numpy(), input_axis, centre, is_pointwise)
 
 
+Outputs = tuple[list[tuple[int, ...]] | None, dict[str, set[tuple[int, ...]]]]
+
+
 class Base:
     """A frozen network that tasks are built on. It is only read."""
 
@@ -93,8 +96,8 @@ class Base:
         self.modules = dict(net.named_modules())
         self.fitting: WeakKeyDictionary[Table, set[tuple[int, ...]]] = WeakKeyDictionary()
         """The tables that were found to fit, and how many units each mask left then."""
-        self.outputs: dict[str, list[tuple[int, ...]] | None] = {}
-        """The shapes that the base returns, by what it is given."""
+        self.outputs: dict[str, Outputs] = {}
+        """The shapes that the base returns, and views that it makes, by what it is given."""
         self._described = described(net)
         self._architectures: dict[tuple[str, ...], str] = {}
         self._weights: dict[str, Weight] = {}
