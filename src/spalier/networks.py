@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import logging
 import re
@@ -11,7 +12,7 @@ from functools import partial
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -304,13 +305,39 @@ def reads_texts(net: nn.Module) -> bool:
 
 
 def name_classes_(net: nn.Module, classes: Sequence[str]) -> None:
-    """Let the configuration of a network of transformers say what its outputs are."""
-    config: Any = getattr(net, "config", None)
+    """Let the configuration of a network of transformers say what its outputs are.
+
+    It becomes the network's own: the base that a task was built on has the same object.
+    """
+    config: Any = copy.copy(getattr(net, "config", None))
     if not classes or not hasattr(config, "id2label"):
         return
+    net.config = config
     config.id2label, config.label2id = dict(enumerate(classes)), {name: i for i, name in enumerate(classes)}
     if isinstance(getattr(net, "num_labels", None), int):
         net.num_labels = len(classes)  # type: ignore[assignment]
+
+
+class SavingRefused:
+    """In place of ``save_pretrained``: the files would name the base's sizes, and nothing could load them.
+
+    Pickled it is a text, so that whoever loads the network needs nothing of Spalier.
+    """
+
+    words = (
+        "the network is smaller than its configuration says, so from_pretrained could not load what save_pretrained "
+        "writes; save its task (Task.save) and build it on the base (Task.build), or the network itself (torch.save)"
+    )
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Say what to do instead."""
+        raise NetworkError(self.words)
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self.words,)
+
+    def __deepcopy__(self, _: object) -> SavingRefused:
+        return self
 
 
 def _is_bare(name: str) -> bool:
