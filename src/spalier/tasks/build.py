@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spalier.adapters.codes import packed_size, per_byte, top, unpack
 from spalier.adapters.geometry import Geometry
 from spalier.adapters.kinds import add_, low_rank, pointwise
-from spalier.errors import NetworkError, TaskFileError
+from spalier.errors import TaskFileError
 from spalier.pruning.modules import (
     NAME,
     Spread,
@@ -31,7 +31,7 @@ from spalier.pruning.modules import (
     resized_by_tensors,
     spread_output,
 )
-from spalier.tasks.base import NUMPY_DTYPES, Base, Weight
+from spalier.tasks.base import NUMPY_DTYPES, Base, SavingRefused, Weight
 from spalier.tasks.dry_run import inputs_of, output_shapes, zeros
 from spalier.tasks.format import largest, quoted
 from spalier.tasks.rows import Adapted, Cut, Delta, Ints, LowRank, Pointwise
@@ -54,28 +54,6 @@ def build(task: Task, base: Base, *, fold: bool, share: bool, pool: Pool | None 
     if hasattr(net, "save_pretrained") and (fold or is_smaller):
         net.__dict__["save_pretrained"] = SavingRefused()
     return net
-
-
-class SavingRefused:
-    """In place of ``save_pretrained``: the files would name the base's sizes, and nothing could load them.
-
-    Pickled it is a text, so that whoever loads the network needs nothing of Spalier.
-    """
-
-    words = (
-        "the network is smaller than its configuration says, so from_pretrained could not load what save_pretrained "
-        "writes; save its task (Task.save) and build it on the base (Task.build), or the network itself (torch.save)"
-    )
-
-    def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Say what to do instead."""
-        raise NetworkError(self.words)
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (self.words,)
-
-    def __deepcopy__(self, _: object) -> SavingRefused:
-        return self
 
 
 def bytes_beside(task: Task, base: Base) -> int:
