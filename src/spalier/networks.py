@@ -12,7 +12,7 @@ from functools import partial
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -316,28 +316,6 @@ def name_classes_(net: nn.Module, classes: Sequence[str]) -> None:
     config.id2label, config.label2id = dict(enumerate(classes)), {name: i for i, name in enumerate(classes)}
     if isinstance(getattr(net, "num_labels", None), int):
         net.num_labels = len(classes)  # type: ignore[assignment]
-
-
-class SavingRefused:
-    """In place of ``save_pretrained``: the files would name the base's sizes, and nothing could load them.
-
-    Pickled it is a text, so that whoever loads the network needs nothing of Spalier.
-    """
-
-    words = (
-        "the network is smaller than its configuration says, so from_pretrained could not load what save_pretrained "
-        "writes; save its task (Task.save) and build it on the base (Task.build), or the network itself (torch.save)"
-    )
-
-    def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Say what to do instead."""
-        raise NetworkError(self.words)
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (self.words,)
-
-    def __deepcopy__(self, _: object) -> SavingRefused:
-        return self
 
 
 def _is_bare(name: str) -> bool:

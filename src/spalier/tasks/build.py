@@ -21,7 +21,7 @@ from spalier.adapters.codes import packed_size, per_byte, top, unpack
 from spalier.adapters.geometry import Geometry
 from spalier.adapters.kinds import add_, low_rank, pointwise
 from spalier.errors import TaskFileError
-from spalier.networks import SavingRefused, name_classes_
+from spalier.networks import name_classes_
 from spalier.pruning.modules import (
     NAME,
     Spread,
@@ -33,7 +33,7 @@ from spalier.pruning.modules import (
     resized_by_tensors,
     spread_output,
 )
-from spalier.tasks.base import NUMPY_DTYPES, Base, Outputs, Weight
+from spalier.tasks.base import NUMPY_DTYPES, Base, Outputs, SavingRefused, Weight
 from spalier.tasks.dry_run import inputs_of, output_shapes, zeros
 from spalier.tasks.format import largest, quoted
 from spalier.tasks.rows import Adapted, Cut, Delta, Ints, LowRank, Pointwise
