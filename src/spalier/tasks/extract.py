@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from spalier.adapters.attach import check_finite
 from spalier.adapters.attachment import Attachment, Owner, attachment_of, moved, owners_of, update_of
+from spalier.adapters.calls import CALLS
 from spalier.adapters.geometry import first_names, is_finite, is_norm, tensors_of
 from spalier.adapters.kinds import ByLayer, Coded, LowRank, Pointwise, Stored, Update
 from spalier.budget import Meter
@@ -151,6 +152,7 @@ class _Extractor:
             self._sizes(),
             self.attachment.heads,
             () if structure is None else structure.folds,
+            {path: m.__dict__[CALLS] for path, m in self.net.named_modules() if CALLS in m.__dict__},
         )
 
     def _row(self, name: str) -> Row | None:

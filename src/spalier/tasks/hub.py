@@ -210,6 +210,14 @@ def pull(
     return store.add(task, name, overwrite=overwrite)
 
 
+def names_in(repository: str, *, token: str | None = None, endpoint: str | None = None) -> list[str]:
+    """The names of all tasks in a repository."""
+    _check_repository(repository)
+    with _one_error(f"listing {repository!a}", token):
+        found = _api(endpoint, token).list_repo_files(repository)
+    return sorted(name.removesuffix(SUFFIX) for name in found if name.endswith(SUFFIX) and "/" not in name)
+
+
 def _check_repository(repository: object) -> None:
     if not isinstance(repository, str):  # the rest is the library's to check, but None means others to it
         raise TaskFileError("hub", f"the repository is a {type(repository).__name__}; pass OWNER/NAME")

@@ -56,13 +56,14 @@ from spalier.tasks.numbers import (
     expanded,
     in_bytes,
     inflated,
-    rows_of_values,
+    scales_in_bytes,
+    scales_of_bytes,
     values_in_bytes,
     values_of_bytes,
 )
 from spalier.tasks.rows import Cut, Delta, Mask, Matrices, Row
 from spalier.tasks.table import Table, Writer
-from spalier.text import check_integer
+from spalier.text import InNotebooks, check_integer
 
 if TYPE_CHECKING:
     from spalier.adapters.kinds import Adapter, ByLayer
@@ -83,7 +84,7 @@ _NEEDED = {"name", "adapter", "base", "density", "learned", "storage"}
 
 
 @dataclass(frozen=True)
-class TaskInfo:
+class TaskInfo(InNotebooks):
     """What a task says of itself. Print it."""
 
     # in the order in which files have them
@@ -161,7 +162,7 @@ class TaskInfo:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Task:
+class Task(InNotebooks):
     """Which channels a task keeps of its base, and what it has learned.
 
     >>> from spalier import SPLoRA, attach_, models
@@ -309,6 +310,9 @@ class Task:
     def __repr__(self) -> str:
         return f"Task({self.name!r}, {self.info.learned:,} learned, stored as {self.info.storage})"
 
+    def __str__(self) -> str:
+        return str(self.info)
+
     def build(self, base: nn.Module, *, fold: bool = False, share: bool = False) -> nn.Module:
         """A plain, small, dense network in eval mode: the base cut down, the adapters added. The base is only read.
 
@@ -358,13 +362,13 @@ class Task:
             return task
         dtype = _DTYPES.get(storage, torch.float16)
         if storage == "int8-all":
-            values = values_of_bytes(*values_in_bytes(task.values, self._own_shapes, dtype), self._own_shapes)
+            values = values_of_bytes(values_in_bytes(task.values, self._own_shapes), self._own_shapes)
         else:
             values = cast(task.values, dtype, "norms or head")
         return replace(
             task,
             adapters=cast(task.adapters, dtype, "adapters"),
-            scales=cast_scales(task.scales, dtype, task.adapter_shapes),
+            scales=cast_scales(task.scales, dtype, task.adapter_shapes, in_bytes=storage == "int8-all"),
             values=values,
         )
 
@@ -379,19 +383,22 @@ class Task:
             "values": task.values,
         }
         description = {**task.info.to_dict(), "table": length}
-        scales = task.scales
-        if task.info.storage == "int8-all":
-            tensors["values"], own = values_in_bytes(task.values, task._own_shapes, torch.float16)
-            scales = torch.cat([scales, own]) if scales.numel() else own
-        if scales.numel():
-            tensors["scales"] = scales
+        if task.scales.numel():
+            tensors["scales"] = task.scales
+        is_small = task.info.storage == "int8-all"
+        if is_small:
+            tensors["values"] = values_in_bytes(task.values, task._own_shapes)
+        if is_small and task.scales.numel():
+            in_bytes = scales_in_bytes(task.scales)
+            if torch.equal(scales_of_bytes(in_bytes), task.scales.float()):
+                tensors["scales"] = in_bytes
         if task.codes.numel():
             tensors["codes"], before = deflated(task.codes)
             description |= {"codes": before} if before else {}
         if task.integers:
             # most are alike: the norms of a network have seen equally many batches
             description["integers"] = [[number, len(list(run))] for number, run in groupby(task.integers)]
-        return pack_container(description, tensors)
+        return pack_container(description, tensors, packed=is_small)
 
     @staticmethod
     def from_bytes(data: bytes) -> Task:
@@ -486,20 +493,6 @@ class Task:
         """What is left of each tensor whose values are the task's own."""
         return [cut.shape for row, cut in self.cut_rows if row.source == "values" for _ in row.keys]
 
-    def _with_values_of(self, codes: Tensor) -> Task:
-        """The task that was read from a file with its values in bytes, whose scales are behind the others."""
-        shapes, adapted = self._own_shapes, sum(shape.scales for shape in self.adapter_shapes)
-        expected = {"values": sum(map(math.prod, shapes)), "scales": adapted + rows_of_values(shapes)}
-        for name, found in (("values", codes), ("scales", self.scales)):
-            if found.numel() != expected[name]:
-                raise TaskFileError("sizes", f"{name} has {found.numel():,} numbers, the table says {expected[name]:,}")
-        if not math.isfinite(largest(self.scales)):
-            raise TaskFileError("non-finite", "scales hold NaN or infinite numbers")
-        if bool((codes == -128).any()):
-            raise TaskFileError("codes", "values hold the integer -128, expected -127 to 127")
-        scales, own = self.scales.split([adapted, len(self.scales) - adapted])
-        return replace(self, values=values_of_bytes(codes, own, shapes), scales=scales)
-
     def _check_numbers(self) -> None:
         """Refuse numbers that the table has no place for, or that are not finite."""
         shapes = self.adapter_shapes
@@ -544,17 +537,26 @@ def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
         _check_version_1(info, tensors)
     elif numbers["adapters"].dtype == torch.int8:
         raise TaskFileError("dtype", "adapters is I8, expected floating point in format 2, whose codes are apart")
-    in_bytes_now = tensors["values"].dtype == torch.int8
-    if in_bytes_now != (version > 1 and info.storage == "int8-all"):
+    is_small, in_bytes_now = version > 1 and info.storage == "int8-all", tensors["values"].dtype == torch.int8
+    if in_bytes_now != is_small:
         raise TaskFileError("dtype", f"values are {'' if in_bytes_now else 'not '}I8, with the storage {info.storage}")
+    if numbers["scales"].dtype == torch.uint8:
+        if not is_small:
+            raise TaskFileError("dtype", f"scales are U8, with the storage {info.storage}")
+        numbers["scales"] = scales_of_bytes(numbers["scales"])
     if version == 1 and info.storage == "int8":
         table = table.in_bytes
         numbers |= {"adapters": empty, "codes": bytes_of_version_1(tensors["adapters"])}
     task = Task(info, table, masks, **numbers, values=tensors["values"], integers=expanded(pairs, table.integers))
+    read: dict[str, Any] = {}
     if length_of_codes is not None:
-        task = replace(task, codes=inflated(task.codes, length_of_codes, task._bytes_of_codes))
+        read["codes"] = inflated(task.codes, length_of_codes, task._bytes_of_codes)
     if in_bytes_now:
-        task = task._with_values_of(tensors["values"])
+        read["values"] = values_of_bytes(tensors["values"], task._own_shapes)
+    if read:
+        known: dict[str, Any] = {key: vars(task)[key] for key in ("cut_rows", "adapter_shapes") if key in vars(task)}
+        task = replace(task, **read)
+        vars(task).update(known)  # which take as long as all the rest
     task._check_numbers()
     return task
 
