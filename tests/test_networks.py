@@ -48,7 +48,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("hub") / "vit"
     torch.manual_seed(3)
     net = transformers.ViTForImageClassification(transformers.ViTConfig(**TINY, num_labels=5))
-    with networks._quiet():
+    with networks.quiet_transformers():
         net.half().save_pretrained(path)
     return path
 

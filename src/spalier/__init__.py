@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from spalier.tasks import Store, Switcher, Task
     from spalier.tracing import trace
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ByLayer",

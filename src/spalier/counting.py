@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from spalier.adapters.forward import updates
 from spalier.errors import ExampleError
-from spalier.structure.graph import arguments, as_base
-from spalier.text import table
+from spalier.structure.graph import arguments, as_base, hooked
+from spalier.text import InNotebooks, table
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ModuleCount:
 
 
 @dataclass(frozen=True)
-class Count:
+class Count(InNotebooks):
     """What a network holds, learns and computes; prints as a table.
 
     For an adapted network ``parameters``, ``bytes`` and ``macs`` are those of the fused network, which is what will
@@ -187,15 +187,13 @@ def _computed(
         hooks = [m.register_forward_pre_hook(enter) for m in net.modules()]
         hooks += [m.register_forward_hook(leave) for m in net.modules()]
         try:
-            net(*args, **kwargs)
+            with hooked(hooks):
+                net(*args, **kwargs)
         except Exception as error:  # whatever the network raises, the example does not fit it
             raise ExampleError(
                 f"the example does not run through the network ({type(error).__name__}: {error}); expected a tensor, "
                 "a tuple of positional or a dict of keyword arguments that net(...) takes, on its device"
             ) from error
-        finally:
-            for hook in hooks:
-                hook.remove()
     return macs, normed
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
+import copy
 import inspect
 import logging
 import re
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from spalier import models
 from spalier.adapters.geometry import is_norm
 from spalier.errors import ConfigError, NetworkError, TargetError, WeightsError
-from spalier.text import check_integer, first_few, first_line, import_optional
+from spalier.text import check_integer, close_names, first_few, first_line, import_optional
 
 _LOG = logging.getLogger("spalier")
 _BUILT_IN = ("resnet8", "resnet20", "resnet18", "resnet34", "resnet50")
@@ -240,7 +240,7 @@ def _called(name: str, make: Callable[..., Any], classes: int | None, options: d
 
 
 def _close(name: str, known: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    matches = close_names(name, known)
     return f"; did you mean {', '.join(matches)}?" if matches else ";"
 
 
@@ -262,14 +262,14 @@ def _of_transformers(
     source = None if weights is None else models.read_weights(weights)
     own = {} if classes is None else {"num_labels": classes}
     hub = {key: value for key, value in options.items() if key in _OF_THE_HUB}
-    auto = transformers.AutoModelForImageClassification
     try:
-        with _quiet():
+        with quiet_transformers():
             config, unused = transformers.AutoConfig.from_pretrained(
                 name, trust_remote_code=False, return_unused_kwargs=True, **own, **options
             )
             if unused:
                 raise ConfigError(f"hf:{name} has no option {', '.join(unused)}; see its config.json")
+            auto = _auto_class(transformers, name, config)
             net: Any
             if source is None and not _is_bare(name):
                 net, info = auto.from_pretrained(name, trust_remote_code=False, **hub, **_loading(config))
@@ -283,6 +283,39 @@ def _of_transformers(
     made: nn.Module = net
     _check_loaded(name if weights is None else str(weights), made, info)
     return made
+
+
+def _auto_class(transformers: Any, name: str, config: Any) -> Any:
+    """Language models classify texts, all others images, by what the library has a network for."""
+    for auto in (transformers.AutoModelForImageClassification, transformers.AutoModelForSequenceClassification):
+        if type(config) in auto._model_mapping:
+            if getattr(config, "pad_token_id", 0) is None:  # decoders look for the last token that is none
+                config.pad_token_id = config.eos_token_id
+            return auto
+    raise NetworkError(f"hf:{name} is a {config.model_type}, which classifies neither images nor texts")
+
+
+def reads_texts(net: nn.Module) -> bool:
+    """Whether a network of transformers takes tokens."""
+    first = getattr(net, "get_input_embeddings", None)
+    try:
+        return callable(first) and isinstance(first(), nn.Embedding)
+    except (NotImplementedError, AttributeError):  # as some networks of images say
+        return False
+
+
+def name_classes_(net: nn.Module, classes: Sequence[str]) -> None:
+    """Let the configuration of a network of transformers say what its outputs are.
+
+    It becomes the network's own: the base that a task was built on has the same object.
+    """
+    config: Any = copy.copy(getattr(net, "config", None))
+    if not classes or not hasattr(config, "id2label"):
+        return
+    net.config = config
+    config.id2label, config.label2id = dict(enumerate(classes)), {name: i for i, name in enumerate(classes)}
+    if isinstance(getattr(net, "num_labels", None), int):
+        net.num_labels = len(classes)  # type: ignore[assignment]
 
 
 def _is_bare(name: str) -> bool:
@@ -305,7 +338,7 @@ def _check_loaded(name: str, net: nn.Module, info: Mapping[str, Any]) -> None:
     changed = {str(key[0] if isinstance(key, tuple) else key) for key in info.get("mismatched_keys", ())}
     fresh = sorted(changed | set(info.get("missing_keys", ())))
     unused = sorted(info.get("unexpected_keys", ()))
-    heads = tuple(f"{head}." for head in _classifiers(net, _class_count(net)))
+    heads = tuple(f"{head}." for head in (*_classifiers(net, _class_count(net)), *_beside_body(net)))
     wrong = [key for key in fresh if not key.startswith(heads)]
     if wrong:
         raise WeightsError(
@@ -317,7 +350,7 @@ def _check_loaded(name: str, net: nn.Module, info: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Without progress bars and reports of transformers: what matters of them is logged here, or raised."""
     from transformers.utils import logging as theirs
 
@@ -384,6 +417,20 @@ def known_head(net: nn.Module) -> str | None:
     except TargetError:
         return None
     return name if _classifier_root(name) else None
+
+
+def heads_of(net: nn.Module, *, classes: int | None = None) -> list[str]:
+    """The classifier and all that is new with it: in networks of transformers, every layer outside of the base model.
+
+    A DistilBERT has ``pre_classifier`` before its classifier, a RoBERTa two layers in it.
+    """
+    return _beside_body(net) or [head_of(net, classes=classes)]
+
+
+def _beside_body(net: nn.Module) -> list[str]:
+    body = getattr(net, "base_model_prefix", "")
+    inside = getattr(net, body, net) if body else net
+    return [] if inside is net else [name for name in _layers(net) if not name.startswith(f"{body}.")]
 
 
 def _classifiers(net: nn.Module, classes: int | None) -> list[str]:

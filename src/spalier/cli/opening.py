@@ -17,6 +17,7 @@ from spalier.errors import ConfigError, RunError, TaskFileError, WeightsError
 if TYPE_CHECKING:
     from torch import nn
 
+    from spalier.inputs import Inputs
     from spalier.runs import Settings
     from spalier.tasks import Task
 
@@ -201,6 +202,23 @@ def load_tasks(files: Sequence[Path]) -> dict[str, Task]:
         task = load_task(file)
         found[task.name if task.name not in found else str(file.resolve())] = task
     return found
+
+
+def example_of(net: nn.Module, batch: int, text: str | None, tasks: Sequence[Task] = ()) -> Inputs:
+    """A batch for a network: images of a shape, or texts of so many tokens, as typed or as tasks were learned with."""
+    import torch
+
+    from spalier.inputs import tokens
+    from spalier.networks import reads_texts
+
+    torch.manual_seed(0)
+    if not reads_texts(net):
+        return torch.randn(batch, *shape_of(text, tasks))
+    lengths = {task.info.preprocessing.get("tokens") for task in tasks}
+    length = numbers(text, "--shape", "32") if text is not None else tuple(lengths)
+    if len(length) != 1 or type(length[0]) is not int:
+        raise click.UsageError("--shape is one number for a language model: how many tokens, such as 32.")
+    return tokens(batch, length[0])
 
 
 def shape_of(text: str | None, tasks: Sequence[Task] = ()) -> tuple[int, ...]:

@@ -14,34 +14,43 @@ from typing import Any
 from spalier.networks import OWN_WEIGHTS
 from spalier.runs.narrow import default_codes
 
-BY_RECIPES: dict[str, tuple[Any, Any]] = {
-    "method": ("splora", "spdelta"),
-    "rank": (8, 8),
-    "epochs": (30, 8),
-    "epochs_per_prune": (20, 4),
-    "batch_size": (256, 64),
-    "optimizer": ("sgd", "adamw"),
-    "learn": ("direct", "direct"),
-    "lr": (0.01, 0.01),
-    "refit_epochs": (2, 2),
-    "storage": ("exact", "exact"),
-    "scale_lr": (True, False),
-    "weight_decay": (5e-4, 1e-4),
-    "weight_decay_norms": (True, False),
-    "lr_schedule": ("step", "cosine"),
-    "schedule": ("iterative", None),
-    "final_density": (0.05, None),
-    "densities": (None, (0.7, 0.5, 0.3, 0.2, 0.1)),
-    "writers": ("free", "coupled"),
-    "recovery": ("none", "norms"),
+BY_RECIPES: dict[str, tuple[Any, Any, Any]] = {
+    "method": ("splora", "spdelta", "splora"),
+    "rank": (8, 8, 8),
+    "epochs": (30, 8, 4),
+    "epochs_per_prune": (20, 4, 2),
+    "batch_size": (256, 64, 32),
+    "optimizer": ("sgd", "adamw", "adamw"),
+    "learn": ("direct", "direct", "direct"),
+    "lr": (0.01, 0.01, 0.01),
+    "refit_epochs": (2, 2, 1),
+    "storage": ("exact", "exact", "exact"),
+    "scale_lr": (True, False, False),
+    "weight_decay": (5e-4, 1e-4, 0.01),
+    "weight_decay_norms": (True, False, False),
+    "lr_schedule": ("step", "cosine", "cosine"),
+    "warmup_epochs": (0.0, 0.0, 0.2),
+    "grad_clip": (None, None, 1.0),
+    "schedule": ("iterative", None, None),
+    "final_density": (0.05, None, None),
+    "densities": (None, (0.7, 0.5, 0.3, 0.2, 0.1), (0.7, 0.5, 0.3)),
+    "budget": ("channels", "channels", "macs"),
+    "writers": ("free", "coupled", "coupled"),
+    "recovery": ("none", "norms", "none"),
 }
 RECIPES = {
     recipe: {name: values[column] for name, values in BY_RECIPES.items() if values[column] is not None}
-    for column, recipe in enumerate(("paper", "fast"))
+    for column, recipe in enumerate(("paper", "fast", "fast on texts"))
 }
-"""``paper`` is section 4 of *Structured Pruning Adapters*, as its text has it. ``fast`` is for small data."""
+_ON_TEXTS = RECIPES.pop("fast on texts")
+"""``paper`` is section 4 of *Structured Pruning Adapters*, as its text has it. ``fast`` is for small data; where these
+are texts, it is what is usual for BERTs."""
 RATES = {"splora": 3e-3, "spdelta": 5e-4, "sppara": 1e-3, "lora": 3e-3, "fine-pruning": 5e-4}
-"""The learning rate of each method, by AdamW, on large networks and on a transformer; small networks get more."""
+"""The learning rate of each method, by AdamW, on large networks; small networks get more."""
+TEXT_RATES = {"splora": 1e-3, "spdelta": 1e-4, "sppara": 5e-4, "lora": 1e-3, "fine-pruning": 1e-4}
+"""The same for language models."""
+TEXT = "text:"
+"""How data begin that are texts, whose defaults are others."""
 BY_DATA = frozenset(
     {"epochs", "epochs_per_prune", "final_epochs", "refit_epochs", "batch_size", "lr", "refit_lr", "network_options"}
 )
@@ -61,7 +70,7 @@ _TWO_STEMS = ("resnet18", "resnet34", "resnet50")
 
 def filled_in(given: Mapping[str, Any]) -> dict[str, Any]:
     """What follows from the recipe and other settings, for those that were not given."""
-    recipe, found = given["recipe"], dict(RECIPES[given["recipe"]])
+    recipe, found, rates = given["recipe"], dict(_usual(given)), _rates(given)
     has_schedule = given["schedule"] is not None or given["final_density"] is not None
     if given["densities"] is not None or given["budget"] == "bytes":  # bytes have to be listed
         for name in ("schedule", "final_density", "densities"):
@@ -78,8 +87,8 @@ def filled_in(given: Mapping[str, Any]) -> dict[str, Any]:
         found["learn"] = "wide"  # few bits are hard to learn and easy to store
     learn = given["learn"] or found["learn"]
     if recipe == "fast":
-        found["lr"] = RATES["fine-pruning" if learn == "wide" else given["method"]]
-    found["refit_lr"] = _refit_lr(given, found, RATES["fine-pruning"])
+        found["lr"] = rates["fine-pruning" if learn == "wide" else given["method"]]
+    found["refit_lr"] = _refit_lr(given, found, rates["fine-pruning"])
     if learn == "wide":
         found["storage"] = "int8-all"  # few bits for a weight, and many for a norm, would be badly shared out
         found["codes"] = default_codes(given) if given["codes"] is None else given["codes"]
@@ -88,6 +97,20 @@ def filled_in(given: Mapping[str, Any]) -> dict[str, Any]:
     found["name"] = _name_of(given["data"])
     found |= _of_network(given)
     return found
+
+
+def is_text(settings: Mapping[str, Any]) -> bool:
+    """Whether data are texts: by their name, or by a setting that only texts have."""
+    own = (settings["text_column"], settings["tokenizer"], settings["max_length"])
+    return settings["data"].removeprefix("given:").startswith(TEXT) or any(each is not None for each in own)
+
+
+def _usual(given: Mapping[str, Any]) -> dict[str, Any]:
+    return _ON_TEXTS if given["recipe"] == "fast" and is_text(given) else RECIPES[given["recipe"]]
+
+
+def _rates(given: Mapping[str, Any]) -> dict[str, float]:
+    return TEXT_RATES if is_text(given) else RATES
 
 
 def _refit_lr(given: Mapping[str, Any], found: Mapping[str, Any], usual: float) -> float:
@@ -129,7 +152,7 @@ def fitted(given: Mapping[str, Any], samples: int, side: int, parameters: int | 
     found: dict[str, Any] = _small_stem(given) if side <= 64 else {}
     if given["recipe"] != "fast":
         return found
-    fast = RECIPES["fast"]
+    fast, rates = _usual(given), _rates(given)
     # a power of two: few samples would be one step an epoch
     few = 2 ** int(math.log2(max(samples / _STEPS_OF_AN_EPOCH, 8)))
     found["batch_size"] = min(fast["batch_size"], few)
@@ -142,13 +165,14 @@ def fitted(given: Mapping[str, Any], samples: int, side: int, parameters: int | 
     if parameters is not None:
         faster = min(4.0, max(1.0, (_LARGE / max(parameters, 1)) ** 0.35))
         learn = "fine-pruning" if given["learn"] == "wide" else given["method"]
-        found["lr"] = float(f"{faster * RATES[learn]:.2g}")
-        found["refit_lr"] = float(f"{_refit_lr(given, {}, faster * RATES['fine-pruning']):.2g}")
+        found["lr"] = float(f"{faster * rates[learn]:.2g}")
+        found["refit_lr"] = float(f"{_refit_lr(given, {}, faster * rates['fine-pruning']):.2g}")
     return found
 
 
 def _name_of(data: str) -> str:
     """A task's name from the data's: letters, digits and dashes."""
-    last = Path(data.partition(":")[2] or data).name
+    path = Path(data.removeprefix("given:").partition(":")[2] or data)
+    last = path.stem if data.startswith(TEXT) else path.name
     kept = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in last).strip("-_")
     return kept[:60] or "task"

@@ -22,14 +22,16 @@ from spalier.adapters.attachment import is_marked
 from spalier.data import Data, open_data
 from spalier.distributed import from_first_rank
 from spalier.errors import AttachmentError, ConfigError, RunError, SpalierError
-from spalier.networks import head_of, logits_of, open_network, warn_if_untrained
+from spalier.inputs import call, each
+from spalier.networks import head_of, heads_of, logits_of, name_classes_, open_network, warn_if_untrained
 from spalier.runs.checkpoint import WIDE, RunFolder
 from spalier.runs.engine import Engine
 from spalier.runs.learning import digest
 from spalier.runs.processes import Machine
+from spalier.runs.recipes import TEXT
 from spalier.runs.settings import Settings
 from spalier.tasks import SUFFIX, Store, Task
-from spalier.text import byte_size, table
+from spalier.text import InNotebooks, byte_size, first_few, table
 
 Row = dict[str, Any]
 _SIZES = ("channels", "weights", "macs", "learned", "bytes")
@@ -40,7 +42,7 @@ _GIVEN = "given:"
 
 
 @dataclass(frozen=True)
-class Results:
+class Results(InNotebooks):
     """The rows of a run, one for each density. Print them."""
 
     folder: Path
@@ -198,7 +200,8 @@ class TransferPruning(Settings):
                 where.write(where.settings, config.to_yaml().encode())
                 if config.start_task is None:
                     warn_if_untrained(net, config.network.removeprefix(_GIVEN))
-            head = config.head or head_of(net, classes=len(samples.classes))
+            own = heads_of(net) if samples.is_text else [head_of(net, classes=len(samples.classes))]
+            head = own if config.head is None else [config.head]
             stack.enter_context(_unchanged(net, machine))
             _check_fit(config, net, samples, machine)
             loop = engine(config, where, net, head, samples, machine)
@@ -229,7 +232,8 @@ def _name_objects(config: Settings, network: nn.Module | None, data: Data | None
             raise ConfigError(f"data is a {type(data).__name__}, expected spalier.data.Data; Data.of(dataset) makes it")
         _refuse(config, "data", "max_train_samples", "classes", "image_size", "validation_split")
         _refuse(config, "data", "skip_bad", "cache_folder", "data_folder")
-        named["data"] = f"{_GIVEN}{data.name}"
+        _refuse(config, "data", "tokenizer", "text_column", "label_column")
+        named["data"] = f"{_GIVEN}{TEXT if data.is_text else ''}{data.name}"
     for what in ("network", "data"):
         if what not in named and getattr(config, what).startswith(_GIVEN):
             raise ConfigError(f"the run was given its {what} as an object; pass {what}= again to resume it")
@@ -336,6 +340,10 @@ def _open_data(config: Settings) -> Data:
         cache_folder=config.cache_folder,
         max_train_samples=config.max_train_samples,
         classes=config.classes,
+        tokenizer=(config.tokenizer or config.network) if config.is_text else None,
+        max_length=config.max_length,
+        text_column=config.text_column,
+        label_column=config.label_column,
     )
 
 
@@ -357,7 +365,7 @@ def _with_classes(config: Settings, data: Data) -> Data:
 
 
 def _open_network(config: Settings, data: Data) -> nn.Module:
-    return open_network(
+    net = open_network(
         config.network,
         classes=len(data.classes),
         weights=config.weights,
@@ -365,6 +373,8 @@ def _open_network(config: Settings, data: Data) -> nn.Module:
         seed=config.seed,
         **config.network_options,
     )
+    name_classes_(net, data.classes)
+    return net
 
 
 @torch.no_grad()
@@ -373,17 +383,26 @@ def _check_fit(config: Settings, net: nn.Module, data: Data, machine: Machine) -
     if config.keep_best and data.validation is None:
         raise ConfigError("keep_best is true, and the data have no validation samples; give them some")
     net.eval()
+    hardest = getattr(data.train, "hardest", None)
+    inputs = data.example() if hardest is None else data.train.fetch(hardest(), None)[0]
     try:
-        logits = logits_of(net(torch.zeros(2, *data.shape, device=machine.device)))
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise RunError(
-            "classes",
-            f"the network does not run on float32 images of {data.shape}: {error}; set image_size, convert the "
-            "network (net.float()), or use another",
-        ) from error
+        logits = logits_of(call(net, each(lambda t: t.to(machine.device), inputs)))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        words, remedy = f"float32 images of {data.shape}", "set image_size, convert the network (net.float())"
+        if data.is_text:
+            words = f"texts of up to {data.preprocessing['max_length']} tokens"
+            remedy = "set max_length to what it can read, tokenizer to the network whose words it knows"
+        raise RunError("classes", f"the network does not run on {words}: {error}; {remedy}, or use another") from error
     if logits.dim() != 2 or logits.shape[1] != len(data.classes):
         raise RunError(
             "classes",
             f"the network returns {tuple(logits.shape[1:])} numbers for a sample, and {data.name} has "
             f"{len(data.classes)} classes; give the network a head with that many outputs",
+        )
+    named = list(dict(getattr(getattr(net, "config", None), "id2label", None) or {}).values())
+    if sorted(named) == sorted(data.classes) and named != list(data.classes):
+        raise RunError(
+            "classes",
+            f"the network's outputs are {first_few(named)}, and the data's classes {first_few(data.classes)}, in "
+            "another order; set classes to the network's",
         )

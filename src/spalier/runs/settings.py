@@ -15,7 +15,6 @@ import textwrap
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
@@ -23,13 +22,14 @@ import numpy as np
 
 from spalier.adapters.kinds import ADAPTERS
 from spalier.criteria.criterion import Criterion, Random
-from spalier.criteria.score import CRITERIA
+from spalier.criteria.score import CRITERIA, criterion_of
 from spalier.errors import ConfigError, TaskFileError
 from spalier.runs.narrow import Form, check_wide, form_of
-from spalier.runs.recipes import BY_DATA, BY_RECIPES, filled_in, fitted
+from spalier.runs.recipes import BY_DATA, BY_RECIPES, filled_in, fitted, is_text
 from spalier.runs.settings_files import plain, read_settings, write_yaml
 from spalier.scheduling import agp
 from spalier.tasks import check_name
+from spalier.text import close_names
 
 BY_RECIPE: Any = None
 """The default of settings that the recipe fills in."""
@@ -48,12 +48,16 @@ class Settings:
     Those that nobody gives are filled in by the recipe, and a run's file says what they came to.
 
     Args: Data
-        data: digits, torchvision:NAME, hf:NAME or folder:PATH.
+        data: digits, torchvision:NAME, hf:NAME, folder:PATH or text:PATH.
         data_folder: where data sets are; by default $SPALIER_DATA, or ./data.
         image_size: the side of the images in pixels; by default as the data set has it.
         classes: the classes to learn; by default all.
         max_train_samples: use at most so many training samples.
         validation_split: the share of the training samples to validate on.
+        tokenizer: the network whose tokenizer texts go through; by default the run's own.
+        max_length: tokens of a text at most; by default what the tokenizer says, at most 512.
+        text_column: the column of texts, by default text, sentence...; with hf:NAME it says that the set has texts.
+        label_column: the column of classes; by default label, class, category...
         labels: false to learn from the teacher alone, without labels.
         augment: shift and flip training images.
         skip_bad: leave out files that cannot be read, and list them in the results.
@@ -140,6 +144,10 @@ class Settings:
     classes: tuple[str, ...] | None = None
     max_train_samples: int | None = None
     validation_split: float = 0.1
+    tokenizer: str | None = None
+    max_length: int | None = None
+    text_column: str | None = None
+    label_column: str | None = None
     labels: bool = True
     augment: bool = True
     skip_bad: bool = False
@@ -166,7 +174,7 @@ class Settings:
     final_density: float | None = BY_RECIPE
     prune_step: float = 0.05
     prune_steps: int = 5
-    budget: Literal["channels", "weights", "macs", "latency", "bytes"] = "channels"
+    budget: Literal["channels", "weights", "macs", "latency", "bytes"] = BY_RECIPE
     ranking: Literal["global", "local"] = "global"
     writers: Literal["coupled", "free"] = BY_RECIPE
     select_options: dict[str, Any] = field(default_factory=dict)
@@ -186,13 +194,13 @@ class Settings:
     head_lr_scale: float = 1.0
     scale_lr: bool = BY_RECIPE
     lr_schedule: Literal["step", "cosine", "constant"] = BY_RECIPE
-    warmup_epochs: float = 0.0
+    warmup_epochs: float = BY_RECIPE
     momentum: float = 0.9
     weight_decay: float = BY_RECIPE
     weight_decay_norms: bool = BY_RECIPE
     keep_optimizer: bool = False
     label_smoothing: float = 0.0
-    grad_clip: float | None = None
+    grad_clip: float | None = BY_RECIPE
     ema_decay: float | None = None
     validate_every: int = 0
     keep_best: bool = False
@@ -334,6 +342,11 @@ class Settings:
         return made
 
     @property
+    def is_text(self) -> bool:
+        """Whether the data are texts."""
+        return is_text(vars(self))
+
+    @property
     def forms(self) -> list[Form]:
         """The narrow forms that are written at each density; none where the narrow form is learned directly."""
         return [form_of(name) for name in self.codes or ()] if self.learn == "wide" else []
@@ -395,6 +408,7 @@ def _where_missing(given: Mapping[str, Any], filled: Mapping[str, Any]) -> dict[
 
 _RANGES: list[tuple[str, Callable[[float], bool], tuple[str, ...]]] = [
     ("at least 1", lambda x: x >= 1, ("prune_steps", "score_samples", "recovery_samples", "batch_size")),
+    ("at least 2", lambda x: x >= 2, ("max_length",)),
     ("at least 0", lambda x: x >= 0, ("epochs", "epochs_per_prune", "final_epochs", "refit_epochs", "num_workers")),
     (
         "at least 0",
@@ -424,8 +438,7 @@ def _check(config: Settings) -> None:
         check_name(config.name + _LONGEST_SUFFIX)
     except TaskFileError as error:
         raise ConfigError(f"name: {error}") from error
-    if config.criterion not in CRITERIA:
-        raise ConfigError(f"criterion is {config.criterion!r}, expected one of {', '.join(CRITERIA)}")
+    criterion_of(config.criterion)
     for name in sorted(set(config.select_options) - set(SELECT_OPTIONS)):
         raise ConfigError(f"select_options has {name!r}, expected some of {', '.join(SELECT_OPTIONS)}")
     for name in sorted({"name", "classes", "weights", "pretrained", "seed"} & set(config.network_options)):
@@ -465,7 +478,7 @@ def check_known(given: Mapping[str, Any], where: str) -> None:
     known = [each.name for each in fields(Settings)]
     for name in given:
         if name not in known and name != "filled":
-            close = get_close_matches(str(name), known, n=1)
+            close = close_names(name, known)
             hint = f"did you mean {close[0]!r}?" if close else f"expected some of {', '.join(known)}"
             raise ConfigError(f"{where} has {name!r}, which is no setting; {hint}")
 
