@@ -57,7 +57,7 @@ def export_task(ending):
     """By the command line; what it says of an error."""
     from spalier.cli.task_commands import _export
 
-    _export(tiny_cnn().eval(), torch.zeros(2, 3, 8, 8), Path(f"net{ending}"))
+    _export(tiny_cnn().eval(), torch.zeros(2, 3, 8, 8), Path(f"net{ending}"), {})
 
 
 def bench(folder):

@@ -21,7 +21,7 @@ SOURCE = ROOT / "src" / "spalier"
 # Each module may import what stands above it and nothing else of ours.
 LAYERS = [
     {"errors", "text"},
-    {"models", "distributed", "files", "timing"},
+    {"models", "distributed", "files", "timing", "inputs"},
     {"adapters"},
     {"structure"},
     {"counting"},
@@ -34,6 +34,7 @@ LAYERS = [
     {"tasks", "networks", "data"},
     {"refitting", "predicting"},
     {"runs", "integrations", "benching"},
+    {"adapting"},
     {"reporting", "serve"},
     {"cli"},
     {"__main__"},
@@ -49,9 +50,12 @@ UPWARDS = {
     ("tasks/task.py", "spalier.tasks.build"): _METHODS,
     ("tasks/task.py", "spalier.tasks.apply"): _METHODS,
     ("tasks/task.py", "spalier.tasks.store"): _METHODS,
+    ("tasks/task.py", "spalier.refitting"): _METHODS,
+    ("tasks/task.py", "spalier.refitting.finetuned"): _METHODS,
+    ("tasks/task.py", "spalier.refitting.peft"): _METHODS,
     ("tasks/store.py", "spalier.tasks.hub"): _METHODS,
 }
-ADAPTER_LAYERS = [{"geometry", "codes"}, {"kinds"}, {"forward", "targets"}, {"attachment"}, {"attach"}]
+ADAPTER_LAYERS = [{"geometry", "codes"}, {"kinds"}, {"forward", "targets"}, {"attachment", "calls"}, {"attach"}]
 STRUCTURE_LAYERS = [
     {"labels"},
     {"graph"},
@@ -77,9 +81,10 @@ TASKS_LAYERS = [
     {"apply", "store", "rewrite"},
     {"hub", "switcher"},
 ]
-REFITTING_LAYERS = [{"approximate"}, {"measure", "spend"}, {"refit"}]
+REFITTING_LAYERS = [{"approximate"}, {"measure", "spend"}, {"refit"}, {"finetuned"}, {"peft"}]
 RUNS_LAYERS = [
     {"narrow", "settings_files"},
+    {"recipes"},
     {"settings"},
     {"checkpoint"},
     {"processes"},
@@ -88,7 +93,7 @@ RUNS_LAYERS = [
     {"run"},
     {"sweep"},
 ]
-DATA_LAYERS = [{"data"}, {"images", "loader"}, {"sources"}]
+DATA_LAYERS = [{"data"}, {"images", "loader"}, {"texts"}, {"sources"}]
 INTEGRATIONS_LAYERS = [{"lightning", "transformers"}]
 REPORTING_LAYERS = [{"draw", "load"}, {"figures"}, {"comparisons"}, {"page"}]
 SERVE_LAYERS = [{"service"}, {"web"}, {"cluster"}]

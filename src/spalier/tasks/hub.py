@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from spalier import files
 from spalier.errors import TaskFileError
-from spalier.tasks.format import SUFFIX, check_name, dump_json
+from spalier.tasks.format import SUFFIX, Density, check_name, dump_json, share_text
 from spalier.tasks.store import Store
-from spalier.tasks.task import Density, Task, TaskInfo, share_text
+from spalier.tasks.task import Task, TaskInfo
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

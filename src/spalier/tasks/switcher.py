@@ -17,7 +17,7 @@ from spalier.tasks.base import Base
 from spalier.tasks.build import Pool, build, bytes_beside
 from spalier.tasks.store import Store
 from spalier.tasks.task import TaskInfo
-from spalier.text import check_integer
+from spalier.text import InNotebooks, check_integer, table
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ReadyNetwork:
     """The SHA-256 of the file; empty where the switcher was not asked to note it."""
 
 
-class Switcher:
+class Switcher(InNotebooks):
     """Serves the tasks of a store from one base.
 
     Networks are built when they are first asked for and kept, the ones used last first, under a limit of bytes. Any
@@ -69,6 +69,25 @@ class Switcher:
         self._paths: dict[str, str] = {}  # making a path costs more than the rest of a warm activation
         self._pool = Pool()
         self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        active = self.active
+        now = "none active" if active is None else f"{active!r} active"
+        ready = f"{len(self.ready)} of {len(self.store)} tasks ready in {self.bytes:,} bytes"
+        return f"Switcher({type(self._base.net).__name__}, {ready}, {now})"
+
+    def __str__(self) -> str:
+        with self._lock:
+            sizes = {name: entry.bytes for name, entry in self._ready.items()}
+        rows = [
+            [
+                name,
+                "active" if name == self.active else "ready" if name in sizes else "on disk",
+                f"{sizes.get(name, 0):,}",
+            ]
+            for name in self.store
+        ]
+        return f"{self!r}\n{table(['task', 'state', 'bytes beside the base'], rows)}" if rows else repr(self)
 
     @property
     def active(self) -> str | None:
