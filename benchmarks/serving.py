@@ -8,7 +8,7 @@ servers with the same HTTP, batching and threads differ in how they come to a ta
 
 - spalier: task files on one base, networks in a cache of so many bytes;
 - peft: the unpruned base with LoRAs of the same rank, all in memory, switched by ``set_adapter``; eight of them,
-  which tasks share, since both adding and switching take longer the more there are;
+  which tasks share, since a server with a thousand takes many minutes to come up;
 - files: a whole fine-tuned network for each task, loaded from a file of its own for each batch;
 - small files: the same pruned networks as spalier's, from files of their own, in a cache of as many bytes.
 

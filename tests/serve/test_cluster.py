@@ -26,6 +26,8 @@ def cluster(tmp_path_factory):
 
     places = [TESTS, TESTS / "serve", TESTS.parent / "src"]
     environment = {"PYTHONPATH": os.pathsep.join(map(str, places)), "OMP_NUM_THREADS": "1"}
+    # a busy machine is no reason for Ray to give its own processes up
+    environment |= {f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S": "120" for check in ("READY", "HEALTH")}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)

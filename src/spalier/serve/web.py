@@ -26,15 +26,8 @@ from spalier.serve.service import Limits, Service
 from spalier.text import clean
 
 LOG = logging.getLogger("spalier.serve")
-STATUS = {
-    "token": 401,
-    "unknown-task": 404,
-    "body": 400,
-    "content-type": 415,
-    "too-large": 413,
-    "busy": 503,
-    "timeout": 504,
-}
+STATUS = {"token": 401, "unknown-task": 404, "body": 400, "content-type": 415, "too-large": 413, "busy": 503}
+STATUS["timeout"] = 504
 """Of each code of `RequestError`."""
 OPEN = re.compile(r"/(healthz|docs|openapi\.json)?$")
 """What needs no token: nothing there tells of tasks."""
@@ -195,20 +188,12 @@ class Guard:
             refusal = RequestError("token", "the request has no Authorization: Bearer TOKEN, or another token")
             await (await _on_error(Request(scope), refusal))(scope, receive, send)
             return
-        begun = False
-
-        async def sending(message: MutableMapping[str, Any]) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
         try:
-            await self.app(scope, receive, sending)
+            await self.app(scope, receive, send)
         except ClientDisconnect:
             raise
-        except Exception as error:
-            if not begun:
-                await (await _on_error(Request(scope), error))(scope, receive, send)
+        except Exception as error:  # before the answer has begun, which all of ours send at once
+            await (await _on_error(Request(scope), error))(scope, receive, send)
 
     def _log(self, scope: Scope, status: int, spent: float) -> None:
         path = clean(scope["path"])[:200]
@@ -218,10 +203,8 @@ class Guard:
 
 
 _HEADERS = [
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"x-frame-options", b"DENY"),
-    (b"cache-control", b"no-store"),
+    *((b"x-content-type-options", b"nosniff"), (b"x-frame-options", b"DENY")),
+    *((b"referrer-policy", b"no-referrer"), (b"cache-control", b"no-store")),
 ]
 
 
@@ -239,33 +222,21 @@ def page_and_policy() -> tuple[str, str]:
     return text, policy + "img-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
-_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "image/*": _BINARY,
-            "application/x-npy": _BINARY,
-            "text/plain": {"schema": {"type": "string"}},
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "properties": {"file": {"type": "array", "items": _BINARY["schema"]}},
-                }
-            },
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "description": "One of these.",
-                    "properties": {
-                        "images": {"type": "array", "items": {"type": "string", "format": "base64"}},
-                        "texts": {"type": "array", "items": {"type": "string"}},
-                        "inputs": {"type": "array", "items": {}, "description": "A tensor, samples first."},
-                    },
-                },
-                "examples": {"texts": {"value": {"texts": ["What a film."]}}},
-            },
-        },
-    }
+_BINARY, _TEXT = {"type": "string", "format": "binary"}, {"type": "string"}
+_SEVERAL = {
+    "images": _TEXT | {"format": "base64"},
+    "texts": _TEXT,
+    "inputs": {"description": "a tensor, samples first"},
 }
+_KINDS = {
+    **dict.fromkeys(("image/*", "application/x-npy"), _BINARY),
+    "text/plain": _TEXT,
+    "multipart/form-data": {"type": "object", "properties": {"file": {"type": "array", "items": _BINARY}}},
+    "application/json": {
+        "type": "object",
+        "description": "one of these",
+        "properties": {name: {"type": "array", "items": kind} for name, kind in _SEVERAL.items()},
+    },
+}
+_BODY = {"requestBody": {"required": True, "content": {kind: {"schema": schema} for kind, schema in _KINDS.items()}}}
 """What OpenAPI says of a prediction's body, which is read as it is."""
