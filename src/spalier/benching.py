@@ -22,7 +22,7 @@ from spalier.counting import count
 from spalier.errors import ConfigError, ExampleError, NetworkError, SpalierError
 from spalier.inputs import Inputs, call, each, tensors_of, tokens
 from spalier.tasks import Task
-from spalier.text import check_integer, first_line, import_optional, table
+from spalier.text import InNotebooks, check_integer, first_line, import_optional, table
 from spalier.timing import CONFIDENCE, MIN_ROUNDS, Call, describe_machine, finished, interval, quartiles, take_turns
 
 Backend = Literal["eager", "compiled", "onnxruntime"]
@@ -33,7 +33,7 @@ BASE = "base"
 NO_DIFFERENCE = 0.02
 """A smaller difference is none, as for a budget of latency: it may come from where memory happens to lie."""
 SETTLED = 1.05
-"""An interval that holds 1 and reaches beyond this does not say that a network is no faster."""
+"""An interval that reaches beyond this does not say that a network is no faster."""
 FIXED_SHARE = 0.5
 """From which share on the time that does not grow with the batch is worth a word."""
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -119,7 +119,7 @@ class Comparison:
         text = {
             "faster": f"faster {self.speedup:.2f}x ({span})",
             "slower": f"slower {self.speedup:.2f}x ({span})",
-            "no faster": f"no faster: {self.speedup:.2f}x ({span})",
+            "no faster": f"no faster than {max(self.high or 1, 1):.2f}x: {self.speedup:.2f}x ({span})",
             "not settled": f"not settled: {span}; measure with more rounds, or on a quieter machine",
         }[self.verdict]
         return f"{text}; {self.reason}" if self.reason else text
@@ -147,16 +147,16 @@ def compare(base: Timing, task: Timing, larger: Timing | None = None) -> Compari
 
 
 def verdict_of(low: float, high: float) -> Verdict:
-    """What an interval of the speed-up allows to say.
+    """What an interval of the speed-up allows to say: no faster is what may be faster by a twentieth at most.
 
-    >>> verdict_of(2.9, 3.3), verdict_of(0.97, 1.04), verdict_of(0.8, 0.9), verdict_of(0.7, 3.0)
-    ('faster', 'no faster', 'slower', 'not settled')
+    >>> verdict_of(2.9, 3.3), verdict_of(0.97, 1.04), verdict_of(0.8, 0.9), verdict_of(0.7, 3.0), verdict_of(1.01, 1.04)
+    ('faster', 'no faster', 'slower', 'not settled', 'not settled')
     """
     if low > 1 + NO_DIFFERENCE:
         return "faster"
     if high < 1 - NO_DIFFERENCE:
         return "slower"
-    return "no faster" if high <= SETTLED else "not settled"
+    return "no faster" if low <= 1 and high <= SETTLED else "not settled"
 
 
 def _fixed_time(small: Timing, large: Timing | None) -> str:
@@ -174,7 +174,7 @@ def _fixed_time(small: Timing, large: Timing | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Benchmark:
+class Benchmark(InNotebooks):
     """A base and tasks, measured side by side. Print it."""
 
     timings: tuple[Timing, ...]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +30,7 @@ TASK_FILE = click.argument("task", metavar="TASK", type=click.Path())
 
 @click.group()
 def task() -> None:
-    """Task files: list, look into, verify, build, export, push, pull."""
+    """Task files: list, look into, verify, build, export, push, pull; from checkpoints and PEFT."""
 
 
 @command("list", group=task)
@@ -171,6 +173,98 @@ def pull(console: Console, repository: str, name: str, store: str, revision: str
     console.show(path, {"path": str(path)})
 
 
+TASK_OUT = click.option("--out", "-o", required=True, type=FILE, help="The file to write: NAME.task.safetensors.")
+
+
+@command("from-checkpoint", group=task)
+@click.argument("checkpoint", type=FILE)
+@base_options
+@TASK_OUT
+@click.option(
+    "--code", help="As in runs: bytes-1/20, bytes-200000, spdelta-1bit, splora-r8; by default a bit a weight."
+)
+@click.option("--data", help="Data by name, as for train: layers are fit to it, and accuracy is measured.")
+@click.option("--data-folder", type=FOLDER, help="Where data sets lie.")
+@click.option("--samples", type=click.IntRange(1), default=512, help="How many of its training samples.")
+def from_checkpoint(
+    console: Console, checkpoint: str, base: str | None, out: str, code: str | None, data: str | None, **options: Any
+) -> None:
+    """Make a task of a network that was fine-tuned in full: its file of weights against those of its base.
+
+    Examples:
+        spalier task from-checkpoint tuned.safetensors --base resnet18 --weights w.pth -o tasks/a.task.safetensors
+        spalier task from-checkpoint tuned.pth --base runs/a --code bytes-1/50 --data digits -o b.task.safetensors
+    """
+    import itertools
+
+    from spalier.runs.narrow import form_of
+
+    folder, samples = options.pop("data_folder"), options.pop("samples")
+    form = None if code is None else form_of(code)
+    name = _name_of(out)
+    net = _base_of(base, options)
+    said: dict[str, Any] = {}
+    if data is not None:
+        from spalier.data import Loader, open_data
+
+        opened = open_data(data, folder=folder)
+        loader = Loader(opened.train, batch_size=min(64, samples), augment=False, drop_last=False)
+        with contextlib.closing(loader):
+            said["batches"] = list(itertools.islice(loader.epoch(0), -(-samples // 64)))
+        said |= {"classes": opened.classes, "preprocessing": opened.preprocessing}
+    if form is not None:
+        said |= {"adapter": form.adapter, "bytes": form.budget(spalier.count(net).parameters * 4)}
+    made = spalier.Task.from_checkpoint(net, checkpoint, name=name, **said)
+    size = made.save(out)
+    measured = "".join(f"\n{key}: {value:.4g}" for key, value in made.info.metrics.items())
+    rows = [] if made.refitted is None else [vars(row) for row in made.refitted.rows]
+    shown = "only norms and head have changed" if made.refitted is None else str(made.refitted)
+    result = {"out": out, "bytes": size, "metrics": made.info.metrics, "layers": rows}
+    console.show(f"{shown}{measured}\n{out}: {size:,} bytes", result)
+
+
+@command("from-peft", group=task)
+@click.argument("folder", type=EXISTING_FOLDER)
+@base_options
+@TASK_OUT
+def from_peft(console: Console, folder: str, base: str | None, out: str, **network: Any) -> None:
+    """Make a task of a LoRA that PEFT has saved: adapter_config.json and adapter_model.safetensors.
+
+    Examples:
+        spalier task from-peft lora --base hf:bert-folder -o tasks/a.task.safetensors
+    """
+    name = _name_of(out)
+    size = spalier.Task.from_peft(folder, _base_of(base, network), name=name).save(out)
+    console.show(f"{out}: {size:,} bytes", {"out": out, "bytes": size})
+
+
+@command("to-peft", group=task)
+@TASK_FILE
+@click.argument("folder", type=FOLDER)
+@base_options
+def to_peft(console: Console, task: str, folder: str, base: str | None, **network: Any) -> None:
+    """Write an unpruned low-rank task as a folder for PEFT. Embeddings and Conv1D need --base.
+
+    Examples:
+        spalier task to-peft tasks/a.task.safetensors lora
+    """
+    load_task(_one_file(task)).to_peft(folder, None if base is None else open_base(base, **network))
+    console.show(f"{folder}: PeftModel.from_pretrained(base, {folder!r})", {"folder": folder})
+
+
+def _name_of(out: str) -> str:
+    """What a task is called whose file is to be written."""
+    if not out.endswith(SUFFIX) or not Path(out).absolute().parent.is_dir():
+        raise click.BadParameter(f"{out!r}, expected NAME{SUFFIX} in a folder that is there.", param_hint="-o")
+    return Path(out).name.removesuffix(SUFFIX)
+
+
+def _base_of(base: str | None, network: dict[str, Any]) -> nn.Module:
+    if base is None:
+        raise click.UsageError("--base is missing: the network that was trained on, with its --weights.")
+    return open_base(base, **network)
+
+
 def _one_file(task: str) -> Path:
     files = task_files([task])
     if len(files) != 1:
@@ -207,35 +301,111 @@ TOLERANCE = 1e-3
 
 
 @command(group=task)
-@TASK_FILE
+@click.argument("tasks", nargs=-1, required=True, metavar="TASK...")
 @base_options
-@click.option("--out", "-o", required=True, type=FILE, help="A .onnx, .pt2 (torch.export) or .pte (ExecuTorch) file.")
+@click.option(
+    "--out",
+    "-o",
+    required=True,
+    type=click.Path(),
+    help="A .onnx, .pt2 (torch.export) or .pte (ExecuTorch) file; with --to a folder.",
+)
+@click.option("--to", type=click.Choice(["onnx", "torch.export", "executorch"]), help="Write all tasks into a folder.")
 @click.option("--shape", help="The shape of one input, or how many tokens; by default the task's.")
 @click.option("--fold/--no-fold", default=True, help="Fold batch norms into the layers before them.")
 def export(
-    console: Console, task: str, base: str | None, out: str, shape: str | None, fold: bool, **network: Any
-) -> None:
-    """Write a task's network in a form for other runtimes, run it there, and compare.
+    console: Console, tasks: tuple[str, ...], base: str | None, out: str, to: str | None, **options: Any
+) -> int | None:
+    """Write tasks' networks in a form for other runtimes, run them there, and compare.
 
-    The batch is free in .onnx and .pt2, and the number of tokens too; in .pte both are fixed, the batch to 1.
+    The batch is free in .onnx and .pt2, and the number of tokens too; in .pte both are fixed, the batch to 1. An .onnx
+    file has the task's name, classes, preprocessing and SHA-256 in its metadata (spalier.*), a .pt2 file in its extra
+    file spalier.json; neither holds a sample. With --to, every task of a store or a run becomes a file in a folder,
+    beside a manifest.json that says of each what a program needs to run it: its file and digest, its inputs, its
+    classes, and how good it is. The exit code is 3 where a task cannot be exported.
 
     Examples:
         spalier task export runs/digits/tasks/digits-50.task.safetensors -o small.onnx
         spalier task export runs/digits/tasks/digits-50.task.safetensors -o small.pt2
+        spalier task export runs/digits --to onnx -o edge
     """
-    ending = _checked_ending(out, tuple(EXPORTERS), task, network["weights"])
-    found, _, small = _build(task, base, fold, network)
-    # torch.export takes an axis of size 1 for a constant, so a free batch is exported with 2 samples.
-    example = example_of(small, 1 if ending == ".pte" else 2, shape, [found])
-    difference, size = _export(small, example, Path(out))
+    shape, fold = options.pop("shape"), options.pop("fold")
+    if to is not None:
+        return _export_all(console, task_files(tasks), base, Path(out), to, shape, fold, options)
+    if len(tasks) > 1:
+        raise click.UsageError("there are several tasks: pass --to, such as --to onnx, and a folder.")
+    ending = _checked_ending(out, tuple(EXPORTERS), tasks[0], options["weights"])
+    found, _, small = _build(tasks[0], base, fold, options)
+    example = _example(small, ending, shape, found)
+    difference, size = _export(small, example, Path(out), _said(found, _one_file(tasks[0])))
     runtime = EXPORTERS[ending][0]
     console.show(
         f"{out}: {size:,} bytes; {runtime}'s outputs differ from PyTorch's by {difference:.1g} at most",
         {"out": out, "bytes": size, "runtime": runtime, "difference": difference, "task": found.name},
     )
+    return None
 
 
-def _export(net: nn.Module, example: Inputs, out: Path) -> tuple[float, int]:
+def _example(net: nn.Module, ending: str, shape: str | None, task: Task) -> Inputs:
+    # torch.export takes an axis of size 1 for a constant, so a free batch is exported with 2 samples.
+    return example_of(net, 1 if ending == ".pte" else 2, shape, [task])
+
+
+def _export_all(
+    console: Console,
+    paths: list[Path],
+    base: str | None,
+    folder: Path,
+    to: str,
+    shape: str | None,
+    fold: bool,
+    network: dict[str, Any],
+) -> int:
+    """Every task as a file of a folder, and what programs need to know of them in its manifest."""
+    from spalier import files
+    from spalier.errors import SpalierError
+    from spalier.inputs import tensors_of
+    from spalier.text import table
+
+    ending = {"onnx": ".onnx", "torch.export": ".pt2", "executorch": ".pte"}[to]
+    folder.mkdir(parents=True, exist_ok=True)
+    bases: dict[str, nn.Module] = {}
+    entries: list[dict[str, Any]] = []
+    cells: list[list[str]] = []
+    for path in paths:
+        name = path.name.removesuffix(SUFFIX)
+        try:
+            where = base or run_beside(path)
+            net = bases.get(where) or bases.setdefault(where, open_base(where, **network))
+            found, digest = spalier.Store(path.parent).read(name)
+            small, out = found.build(net, fold=fold), folder / f"{name}{ending}"
+            example = _example(small, ending, shape, found)
+            difference, size = _export(small, example, out, _said(found, path))
+        except SpalierError as error:
+            entries.append({"task": name, "error": f"{error.code}: {error}"})
+            cells.append([name, "-", "-", f"{error.code}: {error}"])
+            continue
+        said = {"classes": list(found.info.classes), "preprocessing": found.info.preprocessing}
+        made = {"sha256": hashlib.sha256(out.read_bytes()).hexdigest(), "bytes": size, "task_sha256": digest}
+        inputs = [1 if ending == ".pte" else None, *tensors_of(example)[0].shape[1:]]  # None is a batch of any size
+        entries.append({"task": name, "file": out.name, **made, "input": inputs, **said, "metrics": found.info.metrics})
+        cells.append([name, out.name, f"{size:,}", f"{difference:.1g}"])
+        console.note(f"{name}: {size:,} bytes")
+    manifest = {"runtime": EXPORTERS[ending][0], "spalier": spalier.__version__, "tasks": entries}
+    files.write(folder / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+    console.show(table(["task", "file", "bytes", "differs by"], cells), {"folder": str(folder), **manifest})
+    return 3 if any("error" in entry for entry in entries) else 0
+
+
+def _said(task: Task, file: Path) -> dict[str, str]:
+    """What whoever runs the network has to know; as text, since ONNX knows nothing else."""
+    info = task.info
+    plain = {"classes": list(info.classes), "preprocessing": info.preprocessing}
+    words = {"task": task.name, "licence": info.licence, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    return {**words, **{name: json.dumps(value) for name, value in plain.items()}, "version": spalier.__version__}
+
+
+def _export(net: nn.Module, example: Inputs, out: Path, said: Mapping[str, str]) -> tuple[float, int]:
     """How far the runtime's outputs are from PyTorch's, and the bytes of the file. A wrong file is not kept."""
     import torch
 
@@ -250,7 +420,7 @@ def _export(net: nn.Module, example: Inputs, out: Path) -> tuple[float, int]:
             import_optional(library, f"{out.suffix} files", NetworkError)
         draft = Path(folder) / out.name
         try:
-            found = logits_of(write(net, example, draft)(example))
+            found = logits_of(write(net, example, draft, said)(example))
         except Exception as error:  # exporters raise kinds of their own for whatever a network does
             words = " ".join(str(error).split())[:300]
             raise NetworkError(
@@ -292,7 +462,7 @@ def _arguments(example: Inputs) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     return (), example, dict.fromkeys(example, axes)
 
 
-def _write_onnx(net: nn.Module, example: Inputs, path: Path) -> Callable[[Inputs], Any]:
+def _write_onnx(net: nn.Module, example: Inputs, path: Path, said: Mapping[str, str]) -> Callable[[Inputs], Any]:
     # PyTorch's exporter needs the first and the last, and may say so in words of its own, deep inside
     import onnx  # noqa: F401
     import onnxruntime
@@ -302,8 +472,10 @@ def _write_onnx(net: nn.Module, example: Inputs, path: Path) -> Callable[[Inputs
     from spalier.inputs import tensors_of
 
     args, kwargs, free = _arguments(example)
-    options: dict[str, Any] = {"dynamo": True, "verbose": False, "external_data": False}
-    torch.onnx.export(net, args, str(path), kwargs=kwargs, dynamic_shapes=free, **options)
+    program = torch.onnx.export(net, args, kwargs=kwargs, dynamic_shapes=free, dynamo=True, verbose=False)
+    assert program is not None
+    program.model.metadata_props.update({f"spalier.{name}": value for name, value in said.items()})
+    program.save(str(path), external_data=False)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [given.name for given in session.get_inputs()]
     return lambda x: torch.from_numpy(
@@ -311,18 +483,20 @@ def _write_onnx(net: nn.Module, example: Inputs, path: Path) -> Callable[[Inputs
     )
 
 
-def _write_program(net: nn.Module, example: Inputs, path: Path) -> Callable[[Inputs], Any]:
+def _write_program(net: nn.Module, example: Inputs, path: Path, said: Mapping[str, str]) -> Callable[[Inputs], Any]:
     import torch
 
     from spalier.inputs import call
 
     args, kwargs, free = _arguments(example)
-    torch.export.save(torch.export.export(net, args, kwargs, dynamic_shapes=free), path)
+    program = torch.export.export(net, args, kwargs, dynamic_shapes=free)
+    program.example_inputs = None  # torch.export would store the sample itself
+    torch.export.save(program, path, extra_files={"spalier.json": json.dumps(dict(said))})
     loaded = torch.export.load(path).module()
     return lambda x: call(loaded, x)
 
 
-def _write_executorch(net: nn.Module, example: Inputs, path: Path) -> Callable[[Inputs], Any]:
+def _write_executorch(net: nn.Module, example: Inputs, path: Path, _: Mapping[str, str]) -> Callable[[Inputs], Any]:
     import torch
     from executorch.exir import to_edge
     from executorch.runtime import Runtime

@@ -35,6 +35,7 @@ from spalier.data.images import (
     decode_files,
     find_in_folder,
     pillow,
+    usual_size,
 )
 from spalier.data.texts import LABEL_COLUMNS, TEXT_COLUMNS, column_of, find_texts, text_data, to_samples
 from spalier.errors import ConfigError, DataError
@@ -69,7 +70,7 @@ def open_data(
         name: digits, torchvision:NAME, hf:NAME, folder:PATH or text:PATH.
         folder: where sets of torchvision are; by default the folder that the environment variable SPALIER_DATA names,
             or ``data``.
-        image_size: the side of the images; by default that of small images, and 224 for others.
+        image_size: the side of the images; by default their own where they are small, and 224 at most.
         validation_split: the share of each training class that is held out, where the set has no validation split.
         seed: draws the validation split, and the samples that ``max_train_samples`` leaves.
         skip_bad: leave out files that cannot be used, and record them, instead of an error that lists them.
@@ -146,9 +147,11 @@ def _find(name: str, folder: Path, size: int | None, labels: bool, download: boo
     if kind == "torchvision" and rest:
         return _torchvision(rest, folder, size, download)
     if kind == "hf" and rest:
-        return _hugging_face(rest, labels), _preprocessing(size or 224)
+        samples = _hugging_face(rest, labels)
+        return samples, _preprocessing(size or usual_size(samples.files))
     if kind == "folder" and rest:
-        return find_in_folder(rest, labels), _preprocessing(size or 224)
+        samples = find_in_folder(rest, labels)
+        return samples, _preprocessing(size or usual_size(samples.files))
     raise DataError(
         f"there is no data set {printable(name)!r}; expected one of {', '.join(NAMES)}, or Data.of(dataset)"
     )
@@ -223,8 +226,7 @@ def _torchvision(name: str, folder: Path, size: int | None, download: bool) -> t
     )
     which = np.repeat(list(splits), [len(dataset) for dataset in splits.values()])
     samples = Samples(classes, check_labels(labels, len(classes), f"torchvision:{name}"), which, files)
-    side = min(image.size)
-    preprocessing = _preprocessing(size or (side if side <= 64 else 224))
+    preprocessing = _preprocessing(size or usual_size(files))
     return samples.with_test(), replace(preprocessing, flip=name not in _NOT_MIRRORED)
 
 

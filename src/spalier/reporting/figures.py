@@ -37,7 +37,7 @@ def bars(label: str, rows: Sequence[tuple[str, float, str, str]], css: str, text
     marks = [draw.Box(0, top - i - 0.35, r[1], top - i + 0.35, css, r[2], r[3]) for i, r in enumerate(rows)]
     x = draw.linear(label, [0, *(row[1] for row in rows)], text=text)
     y = rows_axis([clean(row[0]) for row in reversed(rows)])
-    return draw.Panel(x, y, marks, height=max(16 * len(rows), 40))
+    return draw.Panel(x, y, marks, height=max(16 * len(rows), min(30 * len(rows), 160)))
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def learning_figure(run: Run, name: str) -> draw.Figure | None:
         caption += " Validation accuracy was measured only at the ends of blocks."
     columns = ["block", "step", "loss", "validation"]
     rows = [[e.block, e.step, e.loss, e.validation] for e in run.epochs]
-    return draw.Figure(name, "Learning", caption, panels, columns, rows, "run", run.name)
+    return draw.Figure(name, "Learning", caption, panels, columns, rows, "run", run.name, full=True)
 
 
 # -- a task -----------------------------------------------------------------------------------------------------------

@@ -323,9 +323,13 @@ def _block_result(path: Path, block: Mapping[str, Any], result: TaskResult) -> T
     confusion = {part: _counts(c, square) for part, c in (block.get("confusion") or {}).items() if c}
     numbers = {name: measured(row.get(name)) for name in _MEASURED}
     numbers |= {name: share(row.get(name)) for name in MEASURES}
+    numbers |= {f"{part}_f1": macro_f1(counts) for part, counts in confusion.items()}
+    machine = block.get("machine") or {}
+    words = clean(", ".join(f"{key} {value}" for key, value in machine.items()))[:300]
     return replace(
         result,
         numbers={**result.numbers, **_known(numbers)},
+        facts={**result.facts, **({"machine": words} if words else {})},
         classes=classes,
         confusion=confusion,
         scores=_scores(path.with_name(f"{path.stem.partition('-')[0]}.scores.json")),
@@ -349,6 +353,17 @@ def share(value: Any) -> float | None:
     """A number from 0 to 1, None for whatever else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and 0 <= value <= 1 else None
+
+
+def macro_f1(counts: Sequence[Sequence[int]]) -> float | None:
+    """The mean F1 of all classes that occur or are predicted, each counted alike; None where nothing was.
+
+    >>> macro_f1([[3, 1], [1, 3]])  # of either class, 2 x 3 of 4 + 4
+    0.75
+    """
+    of = np.array(counts, float).reshape(len(counts), len(counts))
+    both = of.sum(0) + of.sum(1)
+    return float((2 * of.diagonal()[both > 0] / both[both > 0]).mean()) if both.any() else None
 
 
 def _known(numbers: Mapping[str, float | None]) -> dict[str, float]:
@@ -459,6 +474,7 @@ def _task_result(task: Task, run: str, settings: Mapping[str, Any], target: floa
         "storage": said.storage,
         "licence": said.licence or "not stated",
         "base": f"{said.base.architecture[:12]} with values {said.base.values[:12]}",
+        "versions": ", ".join(f"{name} {said.provenance.get(name, 'unknown')}" for name in ("spalier", "torch")),
     }
     result = TaskResult(task.name, task.name, run, settings, target, _known(numbers), list(said.classes))
     return replace(result, layers=layers(task), facts=facts, architecture=said.base.architecture)

@@ -72,6 +72,7 @@ class Engine:
         if len(data.train) < config.batch_size:  # one batch of what all processes can share equally
             self.batch_size = max(len(data.train) // machine.world_size * machine.world_size, machine.world_size)
         self.loader = self._loader(data.train, is_training=True)
+        learning.warn_of_one_step(len(self.loader), len(data.train), self.batch_size)
         self.signals = StopSignals()
         self.started = self.saved = time.monotonic()
 
@@ -139,7 +140,7 @@ class Engine:
         """Become what a checkpoint says."""
         same = {
             "the teacher is another": checkpoint.teacher == self._teacher_digest(),
-            "the base has other weights": checkpoint.base == self.base_digest,
+            learning.other_weights(self.config): checkpoint.base == self.base_digest,
             "the data are others": checkpoint.data == self.data.digest,
         }
         for what, is_same in same.items():
@@ -378,7 +379,7 @@ class Engine:
             "latency_ms": learning.latency_ms(plain, self.example),
             "seconds": self._seconds(),
         }
-        details = learning.block_details(row, self.data.classes, seen, self.plan)
+        details = learning.block_details(row, self.data.classes, seen, self.plan, self.machine.device)
         details["examples"] = self._write_examples(plain)
         self.folder.write_json(self._block_file(".json"), details)
         return row
@@ -446,6 +447,7 @@ class Engine:
         criterion = self.config.make_criterion(self.position.block)
         scores = score(self.net, samples, criterion, loss=learning.mean_loss)
         self.plan = self.select_plan(scores, self.targets[self.position.block - 1])
+        learning.warn_of_plan(self.plan, self.targets[self.position.block - 1], self.config.budget)
         self.folder.write_json(self._block_file(".scores.json"), learning.score_histograms(scores, self.plan))
         self.position = self.position.replace(phase="prune")
         self.save()
@@ -454,7 +456,8 @@ class Engine:
         """The units that stay at a density."""
         config = self.config
         budget: dict[str, Any] = {config.budget: int(target) if config.budget == "bytes" else target}
-        options = {"ranking": config.ranking, "writers": config.writers, **config.select_options}
+        options: dict[str, Any] = {"min_keep": 1} if config.recipe == "paper" else {}  # whose layers have no floor
+        options |= {"ranking": config.ranking, "writers": config.writers, **config.select_options}
         return select(self.net, scores, **budget, **options)
 
     def prune(self) -> None:
@@ -571,7 +574,8 @@ class Engine:
             augment=is_training and self.config.augment,
             num_workers=self.config.num_workers,
             shuffle=is_training,
-            drop_last=is_training,
+            drop_last=is_training
+            and learning.drops_last(self.config, len(split), self.batch_size, self.machine.world_size),
             rank=self.machine.rank,
             world_size=self.machine.world_size,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -34,9 +35,10 @@ from spalier.runs.processes import sum_over_ranks
 from spalier.runs.settings import Settings
 from spalier.tasks import Task
 from spalier.text import import_optional
-from spalier.timing import finished, lower_quartile, time_call
+from spalier.timing import describe_machine, finished, lower_quartile, time_call
 
 Tensors = dict[str, Tensor]
+_LOG = logging.getLogger("spalier")
 
 
 # losses
@@ -73,6 +75,34 @@ def training_loss(config: Settings, logits: Tensor, labels: Tensor, teacher: Ten
 def mean_loss(output: Any, labels: Tensor) -> Tensor:
     """The mean cross entropy of a batch, as criteria take it."""
     return cross_entropy(logits_of(output), labels) / len(labels)
+
+
+def warn_of_one_step(steps: int, samples: int, batch_size: int) -> None:
+    """An epoch of one step learns next to nothing."""
+    remedy = "set a smaller batch_size (--batch-size), or more epochs (--epochs)"
+    if steps == 1:
+        _LOG.warning("one step an epoch: %d training samples in batches of %d; %s", samples, batch_size, remedy)
+
+
+def warn_of_plan(plan: Plan, target: float, budget: str) -> None:
+    """Say which layers are nearly gone."""
+    if warning := plan.warning():
+        _LOG.warning("at %g of the %s %s", target, budget, warning)
+
+
+def drops_last(config: Settings, samples: int, batch_size: int, world_size: int) -> bool:
+    """Whether the samples behind the last full batch wait for another epoch, as less than a quarter of a batch does.
+
+    The paper drops them, and so do several processes, which share a batch equally.
+    """
+    return config.recipe == "paper" or world_size > 1 or samples % batch_size < max(2, batch_size // 4)
+
+
+def other_weights(config: Settings) -> str:
+    """What is wrong where the base is not the one that a run was begun with."""
+    if config.pretrained:
+        return f"the pretrained weights of {config.network} are others now (another version of its library or of them)"
+    return "the base has other weights"
 
 
 # learning rates
@@ -358,13 +388,18 @@ def block_row(position: Position, target: float, task: Task, seen: Mapping[str, 
 
 
 def block_details(
-    row: dict[str, Any], classes: Sequence[str], seen: Mapping[str, Evaluation], plan: Plan | None
+    row: dict[str, Any],
+    classes: Sequence[str],
+    seen: Mapping[str, Evaluation],
+    plan: Plan | None,
+    device: torch.device,
 ) -> dict[str, Any]:
-    """A row with confusions and the units that are kept."""
+    """A row with confusions, the units that are kept, and where it was measured."""
     confusion = {name: seen[name].confusion if name in seen else None for name in ("validation", "test")}
     kept = {} if plan is None else {name: list(units) for name, units in plan.keep.items()}
     ranks = {} if plan is None else {name: len(units) for name, units in plan.ranks.items()}
-    return {"row": row, "classes": list(classes), "confusion": confusion, "kept": kept, "ranks": ranks}
+    found = {"row": row, "classes": list(classes), "confusion": confusion, "kept": kept, "ranks": ranks}
+    return found | {"machine": describe_machine(device, torch.get_num_threads())}
 
 
 def _share(pair: tuple[int, int] | None) -> float | None:
