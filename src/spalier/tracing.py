@@ -14,11 +14,12 @@ import copy
 import functools
 import itertools
 import os
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from operator import is_
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from spalier.adapters.attachment import MARK, Changes, owners_of
+from spalier.adapters.attachment import MARK, Changes, Owner, owners_of
 from spalier.adapters.geometry import plain_tensors
 from spalier.errors import TraceError
 from spalier.pruning.modules import Resize, resized
@@ -199,6 +200,8 @@ class _Twin:
         self.running: list[str] = []
         follow_calls(self.net, self.running)
         self.skipped = _prepared_(self.net)
+        self.memory = _Memory(self.net, structure, self.owners)
+        self.small: dict[Hashable, Tensor] = {}
         self._uncut: _Noted | None = None
         self.facts = _facts_of_graph(self.captured.program)
         made = tree_leaves(self.captured.program.graph.output_node().args[0])
@@ -211,6 +214,7 @@ class _Twin:
         They are left out at first: a user's hooks are for the network itself.
         """
         hooks, self.hooks, self._uncut = self.hooks, [], None
+        self.memory.is_off = True  # it would leave out what hooks do
         for place, is_first, theirs in hooks:
             ours = dict(place)
             place.clear()
@@ -231,14 +235,15 @@ class _Twin:
     def fails(self, streams: Iterable[int]) -> Failure | None:
         """Take some units out of each of these; where the twin fails, and how, or None."""
         masks = [mask.copy() for mask in self.whole.streams]
-        for number in streams:
+        self.memory.cut = frozenset(streams)
+        for number in self.memory.cut:
             masks[number][-self.cuts[number][0] :] = False  # any units will do: only sizes matter
         left = Kept(tuple(masks), {})
         changes = Changes()
         try:
             with self.mode:
                 reduction = Reduction(self.net, self.structure, self.owners, self.whole, left)
-                apply_(reduction, _FakeCutter(None, changes))
+                apply_(reduction, _FakeCutter(changes, self.small))
             found = self._run()
         finally:
             changes.undo_()
@@ -258,13 +263,13 @@ class _Twin:
         try:
             self.net.train()  # what modules cache until they train is made anew
             self.net.train(self.training)
-            with self.mode, torch.no_grad(), noted:
+            with self.mode, torch.no_grad(), noted, self.memory.recalling(noted):
                 out = tree_leaves(self.net(*args, **kwargs))
         except Exception as error:  # whatever the network's own code raises is the reason that is listed
             place = self.running[-1] if self.running else ""
             return place, f"{_code_of(place)} does not follow: {first_line(error)}"
         noted.outputs = [_shape(x) for x in out if isinstance(x, Tensor)]
-        return noted
+        return noted.sorted_()
 
     def _fits(self, cut: _Noted, left: Kept) -> bool:
         """Each module computes with numbers of the graph, and makes its very views, as large as the structure says.
@@ -291,6 +296,7 @@ class _Twin:
         Operations may make views, and use numbers, that the graph does not have: the uncut twin shows which.
         """
         if self._uncut is None:
+            self.memory.cut = frozenset()
             found = self._run()
             if isinstance(found, tuple):
                 return found
@@ -349,11 +355,23 @@ def _copied(net: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 class _FakeCutter(Cutter):
-    """Where there are no values, only sizes change."""
+    """Where there are no values, only sizes change, and what was cut once can be had again."""
 
-    def _cut(self, tensor: Tensor, indices: Indices) -> Tensor:
+    def __init__(self, changes: Changes, known: dict[Hashable, Tensor]) -> None:
+        super().__init__(None, changes)
+        self.known = known
+
+    def cut_(self, owners: Sequence[Owner], indices: Indices) -> None:
+        tensor = owners[0].tensor
         sizes = [n if index is None else len(index) for n, index in zip(tensor.shape, indices, strict=False)]
-        return tensor.new_empty([*sizes, *tensor.shape[len(sizes) :]])
+        key = (id(tensor), *sizes)
+        small = self.known.get(key)
+        if small is None:
+            small = self.known[key] = tensor.detach().new_empty([*sizes, *tensor.shape[len(sizes) :]])
+        if isinstance(tensor, nn.Parameter):
+            self.changes.set_values_(tensor, small)
+        for owner in () if isinstance(tensor, nn.Parameter) else owners:
+            self.changes.set_(owner.module, owner.place, owner.key, small)
 
 
 def _unhooked_(net: nn.Module) -> list[tuple[dict[int, Any], bool, dict[int, Any]]]:
@@ -394,6 +412,8 @@ class _Noted(TorchDispatchMode):
     def __init__(self, running: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.running = running
+        self.log: list[tuple[Literal["views", "facts", "made"], str, Any]] = []
+        """All of it in the order of the run, with the paths of the modules."""
         self.views: dict[str, list[tuple[int, ...]]] = {}
         self.facts: dict[str, list[Fact]] = {}
         self.made: dict[str, list[tuple[int, ...]]] = {}
@@ -407,12 +427,89 @@ class _Noted(TorchDispatchMode):
         with unset_fake_temporarily() if is_constant else nullcontext():
             out = func(*args, **(kwargs or {}))
         if func in _VIEWS:
-            self.views.setdefault(self.running[-1], []).append(_shape(out))
+            self.log.append(("views", self.running[-1], _shape(out)))
         elif _kind_of(func)[1] and 0 not in (shape := _shape(out)) and shape:  # else it holds nothing of a size
-            self.made.setdefault(self.running[-1], []).append(shape)
-        if facts := _facts(func, args, kwargs or {}, out):
-            self.facts.setdefault(self.running[-1], []).extend(facts)
+            self.log.append(("made", self.running[-1], shape))
+        self.log += [("facts", self.running[-1], fact) for fact in _facts(func, args, kwargs or {}, out)]
         return out
+
+    def sorted_(self) -> _Noted:
+        """The log by modules."""
+        for kind, place, what in self.log:
+            getattr(self, kind).setdefault(place, []).append(what)
+        return self
+
+
+class _Memory:
+    """What a twin's modules made, so that a run goes only through what it changes.
+
+    A module that is cut in the same streams, and given the same shapes, makes the same. One that changes itself, or
+    that is given or returns anything but tensors and plain values, runs each time.
+    """
+
+    def __init__(self, net: nn.Module, structure: Structure, owners: Mapping[str, list[Owner]]) -> None:
+        own: dict[nn.Module, set[int]] = {}
+        for (tensor, _), units in structure.axes.items():
+            for owner in owners[tensor]:
+                own.setdefault(owner.module, set()).update(stream for stream, _ in units)
+        for extent in structure.extents:
+            streams = {stream for units in extent.units for stream, _ in units}
+            own.setdefault(net.get_submodule(extent.module), set()).update(streams)
+        self.cut: frozenset[int] = frozenset()
+        """The streams that have fewer units now."""
+        self.is_off = False
+        self._net = net
+        self._known: dict[Hashable, tuple[Any, Hashable, list[Any]]] = {}
+        inside = {module: [own.get(each, ()) for each in module.modules()] for module in net.modules()}
+        self._inside = {module: frozenset[int]().union(*streams) for module, streams in inside.items()}
+
+    @contextmanager
+    def recalling(self, noted: _Noted) -> Iterator[None]:
+        """Let calls of the twin's modules pass through the memory, as `torch.fx` has them pass through its tracer."""
+        own: Any = nn.Module.__call__
+
+        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if self.is_off or module not in self._inside or module is self._net:  # all of it never runs twice alike
+                return own(module, *args, **kwargs)
+            return self._call(noted.log, partial(own, module), module, args, kwargs)
+
+        setattr(nn.Module, "__call__", call)  # noqa: B010  (mypy takes it for a method)
+        try:
+            yield
+        finally:
+            setattr(nn.Module, "__call__", own)  # noqa: B010
+
+    def _call(self, log: list[Any], run: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        given = _plain((args, tuple(kwargs.items())))
+        key = (module, module.training, self.cut & self._inside[module], given)
+        known = self._known.get(key)
+        if known is not None and _plain(known[0]) == known[1]:  # else it was changed in place since
+            log += known[2]
+            return known[0]
+        start, before = len(log), _state(module)
+        out = run(*args, **kwargs)
+        made, after = _plain(out), _state(module)
+        is_same = len(before) == len(after) and all(map(is_, before, after))
+        if given is not None and made is not None and is_same and _plain((args, tuple(kwargs.items()))) == given:
+            self._known[key] = out, made, log[start:]
+        return out
+
+
+def _plain(value: Any) -> Hashable:
+    """What a run without values can know of an argument; None where it is more than tensors and plain values."""
+    if isinstance(value, FakeTensor):
+        sizes = (*value.shape, *value.stride())
+        return (tuple(value.shape), value.stride(), value.dtype) if all(type(n) is int for n in sizes) else None
+    if isinstance(value, tuple):
+        inner = tuple(map(_plain, value))
+        return None if None in inner else (type(value), inner)
+    return (type(value), value) if value is None or isinstance(value, bool | int | float | str) else None
+
+
+def _state(module: nn.Module) -> list[Any]:
+    """All attributes of a module and those inside of it, and how much is in those that hold several."""
+    values = [value for each in module.modules() for value in each.__dict__.values()]
+    return values + [len(value) for value in values if isinstance(value, list | dict | set)]
 
 
 _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
