@@ -500,7 +500,7 @@ def _plain(value: Any) -> Hashable:
     if isinstance(value, FakeTensor):
         sizes = (*value.shape, *value.stride())
         return (tuple(value.shape), value.stride(), value.dtype) if all(type(n) is int for n in sizes) else None
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         inner = tuple(map(_plain, value))
         return None if None in inner else (type(value), inner)
     return (type(value), value) if value is None or isinstance(value, bool | int | float | str) else None
