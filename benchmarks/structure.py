@@ -190,12 +190,12 @@ def short(reason: str) -> str:
 
 
 def half(structure: sp.Structure) -> sp.Plan:
-    """Half of the units of every stream, at random; one at least."""
+    """Half of the units of every stream, at random, or as many as have to stay."""
     draw = torch.Generator().manual_seed(0)
     keep = {}
     for stream in structure.streams:
         order = torch.randperm(stream.size, generator=draw).tolist()
-        keep[stream.name] = order[: max(1, round(stream.size * (1 - RATIO)))]
+        keep[stream.name] = order[: max(stream.least, round(stream.size * (1 - RATIO)))]
     return sp.Plan(structure, keep)
 
 
@@ -482,7 +482,7 @@ def lines_of(found: dict[str, Any]) -> list[str]:
 def why(row: dict[str, Any]) -> str:
     if "error" in row:
         return row["error"].replace("|", "/")[:120]
-    return "; ".join(f"{share:.0%} {reason}" for reason, share in list(row["stays"].items())[:2])
+    return "; ".join(f"{share:.0%} {reason}" for reason, share in list(row.get("stays", {}).items())[:2])
 
 
 def shown(row: dict[str, Any], key: str) -> str:

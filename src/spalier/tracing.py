@@ -11,35 +11,28 @@ chance would hide a failure.
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import os
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import is_
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
-from torch.fx.node import map_aggregate
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spalier.adapters.attachment import MARK, Changes, Owner, owners_of
 from spalier.adapters.geometry import plain_tensors
 from spalier.errors import TraceError
+from spalier.noting import NO_SIZES, Memory, Noted, facts_of_graph, known_shape
 from spalier.pruning.modules import Resize, resized
 from spalier.pruning.plan import PRUNED_MARK, Indices, Kept, Reduction, whole
 from spalier.pruning.prune import Cutter, apply_
 from spalier.pruning.verify import follow_calls
-from spalier.structure.arithmetic import fresh
-from spalier.structure.graph import CAPTURING, RULES, Value, arguments, as_base, module_of, on_device_of, quiet
+from spalier.structure.graph import CAPTURING, Value, arguments, as_base, on_device_of, quiet
 from spalier.structure.streams import Extent
 from spalier.structure.structure import UNUSED, Cache, Freeze, Structure, find, fingerprint, without
 from spalier.text import first_line
@@ -200,13 +193,13 @@ class _Twin:
         self.running: list[str] = []
         follow_calls(self.net, self.running)
         self.skipped = _prepared_(self.net)
-        self.memory = _Memory(self.net, structure, self.owners)
+        self.memory = Memory(self.net, structure, self.owners)
         self.small: dict[Hashable, Tensor] = {}
-        self._uncut: _Noted | None = None
-        self.facts = _facts_of_graph(self.captured.program)
+        self._uncut: Noted | None = None
+        self.facts = facts_of_graph(self.captured.program)
         made = tree_leaves(self.captured.program.graph.output_node().args[0])
         values = [node.meta["val"] for node in made if isinstance(node, Node)]
-        self.outputs = [_shape(value) for value in values if isinstance(value, Tensor)]
+        self.outputs = [known_shape(value) for value in values if isinstance(value, Tensor)]
 
     def hook_(self) -> bool:
         """Give the twin the hooks of the network; False where it has them already, or there are none.
@@ -255,11 +248,11 @@ class _Twin:
             return "", "the network's output changes its shape where channels go"
         return None if self._fits(found, left) else self._misfit(found, left)
 
-    def _run(self) -> _Noted | Failure:
+    def _run(self) -> Noted | Failure:
         """The shapes that the twin makes; or where it fails, and how."""
         args, kwargs = arguments(self.example)
         self.running.clear()
-        noted = _Noted(self.running)
+        noted = Noted(self.running)
         try:
             self.net.train()  # what modules cache until they train is made anew
             self.net.train(self.training)
@@ -268,10 +261,10 @@ class _Twin:
         except Exception as error:  # whatever the network's own code raises is the reason that is listed
             place = self.running[-1] if self.running else ""
             return place, f"{_code_of(place)} does not follow: {first_line(error)}"
-        noted.outputs = [_shape(x) for x in out if isinstance(x, Tensor)]
+        noted.outputs = [known_shape(x) for x in out if isinstance(x, Tensor)]
         return noted.sorted_()
 
-    def _fits(self, cut: _Noted, left: Kept) -> bool:
+    def _fits(self, cut: Noted, left: Kept) -> bool:
         """Each module computes with numbers of the graph, and makes its very views, as large as the structure says.
 
         Where this is so, nothing has to be compared with the uncut twin.
@@ -280,7 +273,7 @@ class _Twin:
             self._made(place, left).issuperset(made) for place, made in cut.made.items() if place not in self.skipped
         )
         numbers = shapes and all(
-            self.facts.get(place, _NO_SIZES).issuperset(facts)
+            self.facts.get(place, NO_SIZES).issuperset(facts)
             for place, facts in cut.facts.items()
             if place not in self.skipped
         )
@@ -290,7 +283,7 @@ class _Twin:
             if place not in self.skipped
         )
 
-    def _misfit(self, cut: _Noted, left: Kept) -> Failure | None:
+    def _misfit(self, cut: Noted, left: Kept) -> Failure | None:
         """Where a number is another one, or a view has not become what the structure says.
 
         Operations may make views, and use numbers, that the graph does not have: the uncut twin shows which.
@@ -396,178 +389,3 @@ def _prepared_(net: nn.Module) -> set[str]:
         if isinstance(module, nn.MultiheadAttention):
             found.add(path)
     return found
-
-
-# what a twin computes with
-
-Fact = Hashable
-"""A number, the shape of a tensor that is made of nothing, or the values of a constant."""
-_NO_SIZES: frozenset[Fact] = frozenset((0, float("inf"), float("-inf")))
-"""What operations fill masks with on their own."""
-
-
-class _Noted(TorchDispatchMode):
-    """Notes the shapes that views make, and the numbers that operations take, by the module that asks for them."""
-
-    def __init__(self, running: list[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.running = running
-        self.log: list[tuple[Literal["views", "facts", "made"], str, Any]] = []
-        """All of it in the order of the run, with the paths of the modules."""
-        self.views: dict[str, list[tuple[int, ...]]] = {}
-        self.facts: dict[str, list[Fact]] = {}
-        self.made: dict[str, list[tuple[int, ...]]] = {}
-        """Shapes of tensors that are made of a shape alone."""
-        self.outputs: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-        # what is computed from constants alone has values, which the network's code may ask for
-        is_constant = bool(given) and not any(isinstance(a, FakeTensor) for a in given)
-        with unset_fake_temporarily() if is_constant else nullcontext():
-            out = func(*args, **(kwargs or {}))
-        if func in _VIEWS:
-            self.log.append(("views", self.running[-1], _shape(out)))
-        elif _kind_of(func)[1] and 0 not in (shape := _shape(out)) and shape:  # else it holds nothing of a size
-            self.log.append(("made", self.running[-1], shape))
-        self.log += [("facts", self.running[-1], fact) for fact in _facts(func, args, kwargs or {}, out)]
-        return out
-
-    def sorted_(self) -> _Noted:
-        """The log by modules."""
-        for kind, place, what in self.log:
-            getattr(self, kind).setdefault(place, []).append(what)
-        return self
-
-
-class _Memory:
-    """What a twin's modules made, so that a run goes only through what it changes.
-
-    A module that is cut in the same streams, and given the same shapes, makes the same. One that changes itself, or
-    that is given or returns anything but tensors and plain values, runs each time.
-    """
-
-    def __init__(self, net: nn.Module, structure: Structure, owners: Mapping[str, list[Owner]]) -> None:
-        own: dict[nn.Module, set[int]] = {}
-        for (tensor, _), units in structure.axes.items():
-            for owner in owners[tensor]:
-                own.setdefault(owner.module, set()).update(stream for stream, _ in units)
-        for extent in structure.extents:
-            streams = {stream for units in extent.units for stream, _ in units}
-            own.setdefault(net.get_submodule(extent.module), set()).update(streams)
-        self.cut: frozenset[int] = frozenset()
-        """The streams that have fewer units now."""
-        self.is_off = False
-        self._net = net
-        self._known: dict[Hashable, tuple[Any, Hashable, list[Any]]] = {}
-        inside = {module: [own.get(each, ()) for each in module.modules()] for module in net.modules()}
-        self._inside = {module: frozenset[int]().union(*streams) for module, streams in inside.items()}
-
-    @contextmanager
-    def recalling(self, noted: _Noted) -> Iterator[None]:
-        """Let calls of the twin's modules pass through the memory, as `torch.fx` has them pass through its tracer."""
-        own: Any = nn.Module.__call__
-
-        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if self.is_off or module not in self._inside or module is self._net:  # all of it never runs twice alike
-                return own(module, *args, **kwargs)
-            return self._call(noted.log, partial(own, module), module, args, kwargs)
-
-        setattr(nn.Module, "__call__", call)  # noqa: B010  (mypy takes it for a method)
-        try:
-            yield
-        finally:
-            setattr(nn.Module, "__call__", own)  # noqa: B010
-
-    def _call(self, log: list[Any], run: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        given = _plain((args, tuple(kwargs.items())))
-        key = (module, module.training, self.cut & self._inside[module], given)
-        known = self._known.get(key)
-        if known is not None and _plain(known[0]) == known[1]:  # else it was changed in place since
-            log += known[2]
-            return known[0]
-        start, before = len(log), _state(module)
-        out = run(*args, **kwargs)
-        made, after = _plain(out), _state(module)
-        is_same = len(before) == len(after) and all(map(is_, before, after))
-        if given is not None and made is not None and is_same and _plain((args, tuple(kwargs.items()))) == given:
-            self._known[key] = out, made, log[start:]
-        return out
-
-
-def _plain(value: Any) -> Hashable:
-    """What a run without values can know of an argument; None where it is more than tensors and plain values."""
-    if isinstance(value, FakeTensor):
-        sizes = (*value.shape, *value.stride())
-        return (tuple(value.shape), value.stride(), value.dtype) if all(type(n) is int for n in sizes) else None
-    if isinstance(value, tuple | list):
-        inner = tuple(map(_plain, value))
-        return None if None in inner else (type(value), inner)
-    return (type(value), value) if value is None or isinstance(value, bool | int | float | str) else None
-
-
-def _state(module: nn.Module) -> list[Any]:
-    """All attributes of a module and those inside of it, and how much is in those that hold several."""
-    values = [value for each in module.modules() for value in each.__dict__.values()]
-    return values + [len(value) for value in values if isinstance(value, list | dict | set)]
-
-
-_VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
-
-
-def _facts_of_graph(program: ExportedProgram) -> dict[str, set[Fact]]:
-    """What each module's code computes with in the whole network, so far as the graph shows it."""
-    lifted = program.graph_signature.inputs_to_lifted_tensor_constants
-    found: dict[str, set[Fact]] = {}
-
-    def value(node: Node) -> Any:
-        return program.constants[lifted[node.name]] if node.name in lifted else node.meta.get("val")
-
-    for graph in program.graph_module.modules():
-        for node in graph.graph.nodes if isinstance(graph, GraphModule) else ():
-            if isinstance(node.target, OpOverload):
-                args, kwargs = map_aggregate((node.args, node.kwargs), lambda a: value(a) if isinstance(a, Node) else a)
-                facts = _facts(node.target, args, kwargs, node.meta.get("val"))
-                found.setdefault(module_of(node), set(_NO_SIZES)).update(facts)
-    return found
-
-
-def _facts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> list[Fact]:
-    """What an operation takes beside the network's own tensors, and that is no size of what it makes."""
-    is_pointwise, is_fresh, numbers = _kind_of(func)
-    found: list[Fact] = []
-    takes_tensor = False
-    for key, value in itertools.chain(enumerate(args), kwargs.items()):
-        if isinstance(value, Tensor):
-            takes_tensor = True
-            if not isinstance(value, FakeTensor):
-                found.append(_constant(value))
-        elif isinstance(value, float | complex) or (type(value) is int and (is_pointwise or key in numbers)):
-            found.append(value if value == value else "nan")
-        elif isinstance(value, list | tuple):
-            takes_tensor = takes_tensor or any(isinstance(each, Tensor) for each in value)
-    if isinstance(made, Tensor) and not is_fresh and not takes_tensor:
-        shape = _shape(made)
-        found += [("shape", *shape)] if shape and 0 not in shape else []  # else it holds nothing of a size
-    return found
-
-
-@functools.cache
-def _kind_of(func: Any) -> tuple[bool, bool, frozenset[int | str]]:
-    """Whether it computes entry by entry; whether it makes a tensor of a shape alone; where it takes numbers."""
-    schema = func._schema.arguments
-    numbers = [(place, each.name) for place, each in enumerate(schema) if "number" in str(each.type)]
-    name = func.overloadpacket.__name__.rstrip("_")
-    is_fresh = RULES.get(name) is fresh
-    return torch.Tag.pointwise in func.tags, is_fresh, frozenset(key for keys in numbers for key in keys)
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    """A shape; -1 for an axis whose size depends on values, as in the graph."""
-    return tuple(n if isinstance(n, int) else -1 for n in tensor.shape)
-
-
-def _constant(tensor: Tensor) -> Fact:
-    with unset_fake_temporarily():
-        few = tensor.reshape(-1).tolist() if tensor.numel() <= 16 else [hash(tensor.detach().cpu().numpy().tobytes())]
-    return ("values", *tensor.shape, *(n if n == n else "nan" for n in few))

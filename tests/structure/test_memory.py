@@ -6,7 +6,7 @@ import zoo
 from torch import nn
 
 import spalier as sp
-from spalier import tracing
+from spalier import noting, tracing
 
 TOKENS = torch.randn(2, 5, 12)
 
@@ -91,7 +91,7 @@ class Awkward(nn.Module):
         return self.head(flat * several[0] + self.stores.kept).mean(1)
 
 
-class Forgetful(tracing._Memory):
+class Forgetful(noting.Memory):
     """The oracle: every module runs every time."""
 
     def __init__(self, *args):
@@ -115,7 +115,7 @@ def test_the_same_is_found_without_a_memory(make, example, monkeypatch):
     torch.manual_seed(0)
     net, x = make(), example()
     found = sp.trace(net, x).to_dict()
-    monkeypatch.setattr(tracing, "_Memory", Forgetful)
+    monkeypatch.setattr(tracing, "Memory", Forgetful)
     assert found == sp.trace(net, x).to_dict()
 
 
@@ -124,7 +124,7 @@ def test_only_what_a_cut_changes_runs_again(monkeypatch):
     Block.calls = 0
     sp.trace(net, TOKENS)
     remembered, Block.calls = Block.calls, 0
-    monkeypatch.setattr(tracing, "_Memory", Forgetful)
+    monkeypatch.setattr(tracing, "Memory", Forgetful)
     sp.trace(net, TOKENS)
     assert 2 * remembered < Block.calls
 
