@@ -264,25 +264,25 @@ def test_the_version_is_in_the_changelog_and_the_citation():
     assert importlib.metadata.version("spalier") == spalier.__version__
 
 
-def test_the_readmes_measurements_are_the_committed_ones():
+def test_the_measurements_of_a_training_step_are_the_committed_ones():
     specification = importlib.util.spec_from_file_location("step", ROOT / "benchmarks/training_step.py")
     benchmark = sys.modules["step"] = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(benchmark)
     report = json.loads((ROOT / "benchmarks/results/training_step.json").read_text())
-    readme = (ROOT / "README.md").read_text()
-    assert benchmark.markdown(report) in readme
+    page = (ROOT / "docs/performance.md").read_text()
+    assert benchmark.markdown(report) in page
     extra = json.loads((ROOT / "benchmarks/results/import_time.json").read_text())["extra"]
-    assert f"{extra:.2f} s" in readme
+    assert f"{extra:.2f} s" in page
 
 
-def test_the_readmes_figures_of_pruning_are_the_committed_ones():
+def test_the_figures_of_pruning_are_the_committed_ones():
     report = json.loads((ROOT / "benchmarks/results/structure.json").read_text())
-    readme = " ".join((ROOT / "README.md").read_text().split())  # wherever its lines break
+    page = " ".join((ROOT / "docs/performance.md").read_text().split())  # wherever its lines break
     traced, pruned = (list(report[part]["networks"].values()) for part in ("trace_speed", "prune_speed"))
     ratios = [row["ratios"]["trace : export"] for row in traced]
-    assert "{:.2f}, {:.2f} and {:.2f} times".format(*ratios) in readme
+    assert "{:.2f}, {:.2f} and {:.2f} times".format(*ratios) in page
     for name in pruned[0]["ratios"]:
-        assert all(f"{row['ratios'][name]:.2f}" in readme for row in pruned), name
+        assert all(f"{row['ratios'][name]:.2f}" in page for row in pruned), name
 
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("src/**/*.py")), ids=lambda f: f.name)

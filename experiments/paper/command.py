@@ -2,6 +2,7 @@
 
     python3 dev.py paper table --scale mini
     python3 dev.py paper all --scale mini
+    python3 dev.py paper status        # what is committed, and how long the rest will take
 
 Every cell is a run; it is carried out once, and its results become a file of its own. Started in several processes,
 they share the work: a cell that another one works on is left to it. One that was stopped goes on where it was.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 from pathlib import Path
 
@@ -19,6 +21,7 @@ import torch
 import spalier as sp
 from experiments.paper.carry_out import HERE, RESULTS, Place, carry_out, write
 from experiments.paper.cells import experiments, in_order
+from experiments.paper.found import Found
 from experiments.paper.measures import counts, latency, speeds, storage
 from experiments.paper.page import write_page
 from experiments.paper.protocol import WEIGHTS, protocol_of
@@ -35,7 +38,7 @@ def main(words: list[str] | None = None) -> int:
         print("error: docs/paper.md is about the mini scale; leave --scale out", file=sys.stderr)
         return 2
     work = Path(asked.work).resolve()
-    committed = RESULTS if asked.experiment == "page" else work / "results"
+    committed = RESULTS if asked.experiment in ("page", "status") else work / "results"
     place = Place(
         protocol_of(asked.scale),
         Path(asked.data).resolve(),
@@ -46,6 +49,9 @@ def main(words: list[str] | None = None) -> int:
     if asked.experiment in (*MEASURES, "page"):
         return _measured(asked.experiment, place)
     found = experiments(place.protocol)
+    if asked.experiment == "status":
+        print("\n".join(status(place)))
+        return 0
     cells = in_order(found if asked.experiment == "all" else {asked.experiment: found[asked.experiment]})
     cells = [cell for cell in cells if all(part in cell.name for part in asked.only)]
     if asked.list:
@@ -65,6 +71,26 @@ def main(words: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
+def status(place: Place) -> list[str]:
+    """Of each experiment: how many cells are there, and how long the others will take, by those of the same data.
+
+    The seconds of cells that share a first block hold it too, so the estimate is an upper one.
+    """
+    found = Found.load(place.results)
+    seconds: dict[str, list[float]] = {}
+    for cell in found.cells:
+        seconds.setdefault(cell["labels"]["data"], []).append(cell["rows"][-1]["seconds"])
+    there = {cell["cell"] for cell in found.cells}
+    lines = []
+    for name, cells in experiments(place.protocol).items():
+        missing = [cell for cell in in_order({name: cells}) if cell.name not in there]
+        known = [statistics.median(seconds[cell.data]) for cell in missing if cell.data in seconds]
+        guess = f"about {sum(known) / 3600:.1f} h on one thread" if len(known) == len(missing) else "not known how long"
+        rest = f"; {len(missing)} missing, {guess}" if missing else ""
+        lines.append(f"{name}: {len(cells) - len(missing)} of {len(cells)} cells{rest}")
+    return lines
+
+
 def _measured(what: str, place: Place) -> int:
     """What is no run: counts, latencies, and the page itself."""
     try:
@@ -80,7 +106,7 @@ def _measured(what: str, place: Place) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["all", *experiments(protocol_of("mini")), *MEASURES, "page"]
+    names = ["all", *experiments(protocol_of("mini")), *MEASURES, "status", "page"]
     parser.add_argument("experiment", choices=names)
     parser.add_argument("--scale", choices=["full", "mini"], default="mini")
     parser.add_argument("--data", default=os.environ.get("SPALIER_DATA", "data"), help="folder of data sets")

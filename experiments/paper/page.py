@@ -1,9 +1,10 @@
-"""docs/paper.md: its tables are between marks, its figures in docs/assets/paper; both are made of results alone."""
+"""docs/paper.md and paper-tables.md: tables between marks, figures in docs/assets/paper, all made of results alone."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ _BASES = {
 _TABLE = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def written(text: str, results: Path, protocol: Protocol) -> str:
-    """The page with its tables made anew."""
+PAGES = ("paper.md", "paper-tables.md")
+
+
+def written(texts: Mapping[str, str], results: Path, protocol: Protocol) -> dict[str, str]:
+    """The pages with their tables made anew; every table is on one of them."""
     found = Found.load(results)
 
     def table(match: re.Match[str]) -> str:
@@ -32,10 +36,11 @@ def written(text: str, results: Path, protocol: Protocol) -> str:
         made = _MEASURED[name](results) if name in _MEASURED else TABLES[name](found, protocol)
         return f"{match[1]}\n{made}\n\n{match[3]}"
 
-    there = {match[2] for match in _TABLE.finditer(text)}
-    for name in {*TABLES, *_MEASURED} ^ there:
-        raise sp.errors.RunError("folder", f"the page has tables {sorted(there)}; {name!r} is not one, or is missing")
-    return _TABLE.sub(table, text)
+    there = sorted(match[2] for text in texts.values() for match in _TABLE.finditer(text))
+    if there != sorted({*TABLES, *_MEASURED}):
+        wrong = sorted({*TABLES, *_MEASURED} ^ set(there)) or "one of them twice"
+        raise sp.errors.RunError("folder", f"the pages have tables {there}; unknown, missing or double: {wrong}")
+    return {name: _TABLE.sub(table, text) for name, text in texts.items()}
 
 
 def drawings(results: Path, protocol: Protocol) -> dict[str, str]:
@@ -46,9 +51,10 @@ def drawings(results: Path, protocol: Protocol) -> dict[str, str]:
 
 
 def write_page(docs: Path, results: Path, protocol: Protocol) -> None:
-    """The page and its figures, from the results that are there."""
-    page, assets = docs / "paper.md", docs / "assets" / "paper"
-    page.write_text(written(page.read_text(), results, protocol))
+    """The pages and their figures, from the results that are there."""
+    assets = docs / "assets" / "paper"
+    for name, text in written({name: (docs / name).read_text() for name in PAGES}, results, protocol).items():
+        (docs / name).write_text(text)
     assets.mkdir(parents=True, exist_ok=True)
     for name, content in drawings(results, protocol).items():
         (assets / name).write_text(content)

@@ -6,6 +6,7 @@
 import contextlib
 import copy
 import os
+from dataclasses import replace
 from functools import cache
 from random import Random
 
@@ -20,6 +21,9 @@ import spalier as sp
 from attacks.parts import Parts, pack, unpack
 from attacks.test_fuzz import fit, mutate
 from spalier.errors import TaskFileError
+from spalier.tasks.base import Base
+from spalier.tasks.build import check_base
+from spalier.tasks.rows import Placement
 
 COUNT = int(os.environ.get("SPALIER_MUTATIONS", "60"))
 
@@ -189,3 +193,34 @@ def test_what_is_not_changed_builds(name):
         del parts.description["table"]
         fit(parts, base)
         assert sp.Task.from_bytes(pack(parts)).build(base)(example).isfinite().all()
+
+
+def test_a_table_that_fitted_once_is_looked_at_again():
+    """Two masks that have to leave equally many units: one file does that, and the next of the same table does not."""
+    base, _, files = prepared("mobile")
+    task = sp.Task.from_bytes(files[0])
+    number = next(n for n, (stream, _) in enumerate(task.table.streams) if stream == "stem")
+    count = len(task.masks)
+
+    def own_mask(row):
+        """What `project` writes into the sum has a mask of its own."""
+        if row.path not in ("project", "norms.2") or not row.axes:
+            return row
+        swapped = [tuple(Placement(count) if p.mask == number else p for p in on) for on in row.axes]
+        return replace(row, axes=(swapped[0], *row.axes[1:]))
+
+    table = replace(
+        task.table,
+        streams=(*task.table.streams, ("twin", task.table.streams[number][1])),
+        rows=tuple(map(own_mask, task.table.rows)),
+    )
+    same = replace(task, table=table, masks=[*task.masks, task.masks[number]])
+    less = task.masks[number].copy()
+    less[np.flatnonzero(less)[0]] = False
+    other = replace(task, table=table, masks=[*task.masks, less])
+    known = Base(base)
+    check_base(same, known)
+    with pytest.raises(TaskFileError, match="does not run") as error:
+        check_base(other, known)
+    assert error.value.code == "table"
+    check_base(same, known)

@@ -16,13 +16,13 @@ from experiments.paper.cells import Cell, experiments, in_order
 from experiments.paper.figures import learned_share
 from experiments.paper.found import Found, settings_of
 from experiments.paper.measures import flops_as_published
-from experiments.paper.page import drawings, written
+from experiments.paper.page import PAGES, drawings, written
 from experiments.paper.protocol import FULL, MINI
-from experiments.paper.tables import pays_from, released_gains
+from experiments.paper.tables import pays_from
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments/paper/results/mini"
-PAGE = ROOT / "docs/paper.md"
+TEXTS = {name: (ROOT / "docs" / name).read_text() for name in PAGES}
 CELLS = {cell.name: cell for cell in in_order(experiments(MINI))}
 FILES = sorted(path for path in RESULTS.glob("*.json") if "cell" in json.loads(path.read_text()))
 
@@ -64,12 +64,18 @@ def test_what_the_issue_of_the_table_asks_for_is_there() -> None:
 
 
 def test_the_page_shows_the_committed_results() -> None:
-    text = PAGE.read_text()
-    assert written(text, RESULTS, MINI) == text, "run: python3 dev.py paper page"
+    assert written(TEXTS, RESULTS, MINI) == TEXTS, "run: python3 dev.py paper page"
 
 
-def test_the_readme_says_the_same() -> None:
-    assert released_gains(Found.load(RESULTS), MINI) in (ROOT / "README.md").read_text()
+def test_the_page_that_people_read_is_short() -> None:
+    assert len(TEXTS["paper.md"].splitlines()) <= 250
+
+
+def test_a_table_that_is_missing_or_there_twice_is_an_error() -> None:
+    short = TEXTS["paper.md"]
+    for wrong in ({"paper.md": short}, {**TEXTS, "again.md": short}):
+        with pytest.raises(sp.errors.RunError, match="missing or double"):
+            written(wrong, RESULTS, MINI)
 
 
 def test_the_figures_are_of_the_committed_results() -> None:
@@ -79,7 +85,7 @@ def test_the_figures_are_of_the_committed_results() -> None:
     for name, content in made.items():
         assert (folder / name).read_text() == content, f"{name}: run python3 dev.py paper page"
         if name.endswith(".svg"):
-            assert f"assets/paper/{name}" in PAGE.read_text()
+            assert any(f"assets/paper/{name}" in text for text in TEXTS.values())
 
 
 def test_cells_have_names_of_their_own_at_both_scales() -> None:
@@ -216,3 +222,15 @@ def test_means_are_over_seeds_and_nothing_else() -> None:
     shared = found.alike(data=["cifar10"], variant=["", "coupled"], kernel=["center"])
     assert str(shared.mean(0.1, learning="r8")) == "50.0"  # the other has no seed 1
     assert str(shared.mean(0.1, learning="r8", variant="coupled")) == "10.0"
+
+
+def test_the_status_counts_what_is_there_and_estimates_the_rest(tmp_path: Path) -> None:
+    cells = in_order({"masks": experiments(MINI)["masks"]})
+    for cell in cells[:2]:  # 100 and 300 seconds: the median of what is known is 200
+        rows = [{"seconds": 50.0}, {"seconds": 100.0 if cell is cells[0] else 300.0}]
+        made = {"cell": cell.name, "labels": dict(cell.labels), "rows": rows}
+        (tmp_path / f"{cell.name}.json").write_text(json.dumps(made))
+    lines = command.status(command.Place(MINI, tmp_path, tmp_path, tmp_path, tmp_path))
+    assert "masks: 2 of 9 cells; 7 missing, about 0.4 h on one thread" in lines
+    table = next(line for line in lines if line.startswith("table: 0 of 63"))
+    assert table.endswith("not known how long")  # no cell of Flowers is there

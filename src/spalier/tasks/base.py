@@ -91,8 +91,8 @@ class Base:
         }
         """For each parameter whether it learns; None for buffers."""
         self.modules = dict(net.named_modules())
-        self.fitting: WeakKeyDictionary[Table, frozenset[int]] = WeakKeyDictionary()
-        """The tables that were found to fit, and the masks that had units gone then."""
+        self.fitting: WeakKeyDictionary[Table, set[tuple[int, ...]]] = WeakKeyDictionary()
+        """The tables that were found to fit, and how many units each mask left then."""
         self.outputs: dict[str, list[tuple[int, ...]] | None] = {}
         """The shapes that the base returns, by what it is given."""
         self._described = described(net)

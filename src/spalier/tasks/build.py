@@ -7,6 +7,7 @@ import math
 import weakref
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -72,11 +73,34 @@ def check_base(task: Task, base: Base) -> None:
     if base.values_without(table.own) != task.info.base.values:
         raise _misfit("the base has other weights than the one that the task was learned on", code="base-values")
     _check_left(task)
-    # what fits with some units gone fits with others gone; attributes go with the masks of one task
-    cut = {number for number, mask in enumerate(task.masks) if not mask.all()}
-    if table.attributes or table not in base.fitting or not cut <= base.fitting[table]:
+    fitting = base.fitting.setdefault(table, set())
+    counts = tuple([int(mask.sum()) for mask in task.masks])
+    if table.attributes or fitting.isdisjoint((counts, ANY)):  # attributes go with the masks of one task
         _check_runs(task, base)
-        base.fitting[table] = base.fitting.get(table, frozenset()) | cut
+        fitting |= {counts, ANY} if _runs_with_any(task, base) else {counts}
+
+
+ANY: tuple[int, ...] = ()
+"""Stands for whatever counts of units a table's masks leave."""
+
+
+def _runs_with_any(task: Task, base: Base) -> bool:
+    """Whether a table runs where masks of one size leave different numbers of units: then none of them have to agree.
+
+    False where that cannot be tried, and each set of counts is looked at by itself.
+    """
+    sizes, taken = task.table.sizes, Counter[int]()
+    masks = []
+    for size in sizes:
+        taken[size] += 1
+        masks.append(np.arange(size) < size - taken[size])
+    if task.table.writers or not all(mask.any() for mask in masks):
+        return False
+    try:
+        _check_runs(replace(task, masks=masks), base)
+    except TaskFileError:
+        return False
+    return True
 
 
 def _check_table(table: Table, base: Base) -> None:
