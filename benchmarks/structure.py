@@ -459,8 +459,8 @@ def markdown() -> str:
     share = statistics.median(row["spalier"].get("prunable", 0) for row in found.values())
     parts.append(
         f"Right and smaller: {right} of {len(found)} networks; of the {len(beside)} that Torch-Pruning was tried on, "
-        f"{ours} with Spalier and {theirs} with Torch-Pruning. Half of the networks have {share:.0%} or more of their "
-        "weights prunable."
+        f"{ours} with Spalier and {theirs} with Torch-Pruning. Of the median network {share:.0%} of the weights are "
+        "prunable."
     )
     return "\n".join(parts)
 
