@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from zoo import Entry, image, make_entry, noise
+
+zoo: Any = import_module("zoo")  # of the tests, whose types nobody checks
+image, noise = zoo.image, zoo.noise
 
 FAMILIES = {
     "torchvision, convolutional": "alexnet convnext deeplab densenet efficientnet fcn googlenet inception lraspp mc3 "
@@ -43,10 +45,10 @@ def family(name: str) -> str:
     return next(iter(chosen or [each for each in families if not FAMILIES[each]]))
 
 
-def entries() -> Iterator[Entry]:
+def entries() -> Iterator[Any]:
     """All of them, by library."""
     for name, build, draw in (*_torchvision(), *_timm(), *_transformers()):
-        yield make_entry(name, build, draw)
+        yield zoo.make_entry(name, build, draw)
 
 
 Row = tuple[str, Callable[[], nn.Module], Callable[[], Any]]
@@ -56,7 +58,8 @@ Row = tuple[str, Callable[[], nn.Module], Callable[[], Any]]
 
 
 def _tv(path: str, name: str, **options: Any) -> nn.Module:
-    return getattr(import_module(f"torchvision.models{path}"), name)(num_classes=10, **options)
+    net: nn.Module = getattr(import_module(f"torchvision.models{path}"), name)(num_classes=10, **options)
+    return net
 
 
 def _torchvision() -> Iterator[Row]:
@@ -91,7 +94,8 @@ def _mvit() -> nn.Module:
 
     blocks = [block(1, 16, 16, [1, 1, 1]), block(2, 16, 32, [1, 2, 2]), block(2, 32, 32, [1, 1, 1])]
     options = {"residual_pool": True, "residual_with_cls_embed": False, "rel_pos_embed": True, "proj_after_attn": True}
-    return MViT((32, 32), 4, blocks, num_classes=10, **options)
+    net: nn.Module = MViT((32, 32), 4, blocks, num_classes=10, **options)
+    return net
 
 
 # timm
@@ -114,7 +118,8 @@ _VITS = (
 def _timm_model(name: str, **options: Any) -> nn.Module:
     import timm
 
-    return timm.create_model(name, num_classes=10, **options)
+    net: nn.Module = timm.create_model(name, num_classes=10, **options)
+    return net
 
 
 def _timm() -> Iterator[Row]:
@@ -174,8 +179,8 @@ def _timm() -> Iterator[Row]:
     }
     for name, options in wide.items():
         yield f"timm/{name}", partial(_timm_model, name, **options), image(224 if "formerv2" in name else 64)
-    for name, (path, kind, options) in _classes().items():
-        yield f"timm/{name}", partial(_timm_class, path, kind, options), image(64)
+    for name, (path, kind, chosen) in _classes().items():
+        yield f"timm/{name}", partial(_timm_class, path, kind, chosen), image(64)
 
 
 def _classes() -> dict[str, tuple[str, str, Callable[[Any], dict[str, Any]]]]:
@@ -220,7 +225,8 @@ def _classes() -> dict[str, tuple[str, str, Callable[[Any], dict[str, Any]]]]:
 
 def _timm_class(path: str, kind: str, options: Callable[[Any], dict[str, Any]]) -> nn.Module:
     module = import_module(f"timm.models.{path}")
-    return getattr(module, kind)(num_classes=10, **options(module))
+    net: nn.Module = getattr(module, kind)(num_classes=10, **options(module))
+    return net
 
 
 # transformers
@@ -273,7 +279,8 @@ def _hugging(kind: str, task: str, **options: Any) -> nn.Module:
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(**options)
-    return getattr(transformers, f"{kind}{task}")(config)
+    net: nn.Module = getattr(transformers, f"{kind}{task}")(config)
+    return net
 
 
 def _transformers() -> Iterator[Row]:
