@@ -482,7 +482,7 @@ def lines_of(found: dict[str, Any]) -> list[str]:
 
 def why(row: dict[str, Any]) -> str:
     if "error" in row:
-        return row["error"].replace("|", "/")[:120]
+        return str(row["error"]).replace("|", "/")[:120]
     return "; ".join(f"{share:.0%} {reason}" for reason, share in list(row.get("stays", {}).items())[:2])
 
 
