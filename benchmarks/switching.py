@@ -205,22 +205,30 @@ def codes(repeats: int) -> list[dict[str, Any]]:
         sizes = {}
         for number, (name, adapter) in enumerate(CODED.items()):
             net, _ = make(CODED_DENSITY, base, structure, adapter)
-            store = sp.Store(Path(folder) / str(number))
             task = sp.Task.of(net, "a", structure=structure)
-            for each in ("a", "b"):
-                store.add(task, each)
-            runs[name] = alternating(sp.Switcher(base, store, limit=0))
-            sizes[name] = {s: len(task.to_bytes(storage=s)) for s in ("exact", "fp16")}
-            check(runs[name](), sp.fuse(net))
-        times: dict[str, list[float]] = {each: [] for each in runs}
+            for storage in ("exact", "int8-all"):
+                title = f"{name}, {storage}"
+                store = sp.Store(Path(folder) / f"{number}-{storage}")
+                for each in ("a", "b"):
+                    store.add(task, each, storage=storage)
+                runs[title] = alternating(sp.Switcher(base, store, limit=0))
+                sizes[title] = store.path("a").stat().st_size
+                if storage == "exact":
+                    check(runs[title](), sp.fuse(net))
+                else:
+                    runs[title]()
+        title = "SPDelta 1 bit, exact, first of its table"
+        sizes[title] = sizes["SPDelta 1 bit, exact"]
+        rare = {
+            "parse what was forgotten": runs["SPLoRA r8, exact"],
+            "SPLoRA r8, exact": runs["SPLoRA r8, exact"],
+            title: lambda: first_of_its_kind(runs["SPDelta 1 bit, exact"]),
+        }
         gc.collect()
         gc.freeze()
-        for _ in range(repeats):
-            for each, run in runs.items():
-                seconds, made = timed(run)
-                times[each].append(seconds)
-                del made
-    first = times["SPLoRA r8"]
+        often, seldom = by_turns(runs, repeats), by_turns(rare, repeats)
+    compared = {name: (measured, often["SPLoRA r8, exact"]) for name, measured in often.items()}
+    compared[title] = seldom[title], seldom["SPLoRA r8, exact"]
     return [
         {
             "adapter": name,
@@ -229,8 +237,19 @@ def codes(repeats: int) -> list[dict[str, Any]]:
             "to SPLoRA r8": round(statistics.median(a / b for a, b in zip(measured, first, strict=True)), 3),
             "bytes": sizes[name],
         }
-        for name, measured in times.items()
+        for name, (measured, first) in compared.items()
     ]
+
+
+def by_turns(runs: dict[str, Run], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each, in turns."""
+    times: dict[str, list[float]] = {each: [] for each in runs}
+    for _ in range(repeats):
+        for each, run in runs.items():
+            seconds, made = timed(run)
+            times[each].append(seconds)
+            del made
+    return times
 
 
 def first_of_its_kind(activate: Run) -> Any:
@@ -383,14 +402,13 @@ def markdown(results: dict[str, Any], part: str) -> str:
             for row in measured
         ]
     elif part == "codes":
-        head = ["adapter", "cold activation, ms", "to SPLoRA r8", "file, bytes", "fp16"]
+        head = ["adapter, storage", "cold activation, ms", "to SPLoRA r8", "file, bytes"]
         rows = [
             [
                 row["adapter"],
                 f"{row['milliseconds']:.1f}",
                 f"{row['to SPLoRA r8']:.2f}",
-                f"{row['bytes']['exact']:,}",
-                f"{row['bytes']['fp16']:,}",
+                f"{row['bytes']:,}",
             ]
             for row in results["codes"]
         ]

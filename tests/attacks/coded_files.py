@@ -1,12 +1,14 @@
 """Hostile task files with codes, references to axes, and runs of units."""
 
 import json
+import struct
 import zlib
 from collections.abc import Callable
 from typing import Any
 
-from attacks.files import Case, _all, _longer, _on, _row, _say, _with_number
-from attacks.parts import Parts, assemble, changed, unpack, valid
+from attacks.files import Case, _all, _longer, _on, _row, _say, _with_number, nested
+from attacks.parts import Parts, assemble, changed, in_one, inside, join, split, unpack, valid
+from spalier.tasks.format import deflate
 
 CODED: dict[str, Case] = {}
 
@@ -141,6 +143,101 @@ def _bomb() -> bytes:
     return assemble(json.dumps(parts.description), raw)
 
 
+# files that are packed, with scales in bytes
+
+
+def _front(name: str, raw: bytes) -> Callable[[Parts], object]:
+    """The first bytes of a tensor are these."""
+
+    def change(parts: Parts) -> None:
+        dtype, before = parts.tensors[name]
+        parts.tensors[name] = dtype, raw + before[len(raw) :]
+
+    return change
+
+
+def _scales_in_bytes() -> None:
+    most = struct.pack("<h", 2**15 - 1)
+    _change("scales of values beyond floats", "non-finite", _front("values", most), "small")
+    roots = struct.pack("<h", 100 * 8) + bytes([129] * 10)  # 2^100 is a number, and its square is not
+    _change("roots beyond floats", "non-finite", _front("values", roots), "small")
+    _change("scales in bytes beyond floats", "non-finite", _front("scales", most), "small")
+    for by in (1, -1):
+        _change(f"scales in bytes longer by {by}", "sizes", _longer("scales", by), "small")
+        _change(f"values in bytes longer by {by}", "sizes", _longer("values", by), "small")
+    for count in (0, 1, 2):
+        few = lambda parts, n=count: parts.tensors.update(scales=("U8", bytes(n)))  # noqa: E731
+        _change(f"scales of {count} bytes", "sizes", few, "small")
+    _change("no scales in bytes", "sizes", lambda parts: parts.tensors.pop("scales"), "small")
+    _change("values of no bytes", "sizes", lambda parts: parts.tensors.update(values=("I8", b"")), "small")
+    _change("scales in bytes of another storage", "dtype", _all("scales", 1, "U8"), "int8")
+    _change("scales in bytes of format 1", "dtype", _all("scales", 1, "U8"), "old int8")
+
+
+def _pack(name: str, code: str, make: Callable[[bytes, bytes], bytes]) -> None:
+    """A case that is made of the text of the header inside of a packed file, and of what is behind it."""
+    CODED[f"packed: {name}"] = Case(lambda: make(*inside(split(valid("small"))[1])), code)
+
+
+def _packed() -> None:
+    texts: dict[str, Callable[[bytes], bytes]] = {
+        "a key twice": lambda t: t[:-1] + b',"masks":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
+        "blanks before the brace": lambda t: b" " + t,
+        "garbage behind the brace": lambda t: t + b"{}",
+        "no UTF-8": lambda t: t.replace(b"masks", b"mask\xff"),
+        "a list": lambda t: b"[]",
+        "no metadata": lambda t: b'{"masks"' + t.partition(b'"masks"')[2],
+        "packed once more": lambda t: b'{"__metadata__":{"spalier.task":"packed"}}',
+        "nothing": lambda t: b"",
+        "nested deep": lambda t: t[:-1] + b',"x":' + nested(100_000).encode() + b"}",
+    }
+    for name, change in texts.items():
+        code = "metadata" if name == "packed once more" else "header"
+        _pack(f"{name} in the header", code, lambda t, body, c=change: in_one(c(t), body))
+    for name, lengths in {
+        "2^32-1 and 2^32-1": (2**32 - 1,) * 2,
+        "2^32-1": (2**32 - 1, 9),
+        "2^20+1": (9, 2**20 + 1),
+    }.items():
+        raw = struct.pack("<II", *lengths)
+        _pack(f"a header of {name} bytes", "header-length", lambda t, body, r=raw: in_one(t, body, lengths=r))
+    for by in (1, -1):
+        longer = lambda t, body, n=by: in_one(t, body, lengths=struct.pack("<II", len(deflate(t)), len(t) + n))  # noqa: E731
+        _pack(f"a header longer by {by}", "header", longer)
+        shorter = lambda t, body, n=by: in_one(t, body, lengths=struct.pack("<II", len(deflate(t)) + n, len(t)))  # noqa: E731
+        _pack(f"a deflated header longer by {by}", "header", shorter)
+    _pack("a header that is not deflated", "header", lambda t, body: in_one(t, body, raw=t))
+    _pack(
+        "a header that inflates to 64 MiB", "header", lambda t, body: in_one(t, body, raw=zlib.compress(bytes(1 << 26)))
+    )
+    other = zlib.compressobj(zdict=b'{"__metadata__"')
+    strange = other.compress(b"{}") + other.flush()
+    _pack("a header with another dictionary", "header", lambda t, body: in_one(b"{}", body, raw=strange))
+    _pack("bytes behind", "ranges", lambda t, body: in_one(t, body + b"\0"))
+    _pack("bytes too few", "truncated", lambda t, body: in_one(t, body[:-1]))
+    _pack("bytes behind it all", "ranges", lambda t, body: valid("small") + b"\0")
+    _pack("cut short", "truncated", lambda t, body: valid("small")[:-1])
+    outer = {"__metadata__": {"spalier.task": "packed"}}
+    spec = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
+    _pack("nothing in it", "ranges", lambda t, body: join(outer, body))
+    _pack("four bytes", "truncated", lambda t, body: join({**outer, "packed": spec}, bytes(4)))
+    _pack("another dtype", "dtype", lambda t, body: join({**outer, "packed": {**spec, "dtype": "I8"}}, bytes(4)))
+    _pack("another tensor", "tensors", lambda t, body: join({**outer, "masks": spec}, bytes(4)))
+    _pack(
+        "a tensor of that name in a plain file",
+        "tensors",
+        lambda t, body: join({**json.loads(t), "packed": spec}, body),
+    )
+    CODED["a table of format 1 with a dictionary"] = Case(_old_with_words, "table")
+
+
+def _old_with_words() -> bytes:
+    parts = unpack(valid("old"))
+    text = json.dumps(parts.table).encode()
+    said = json.dumps({**parts.description, "table": len(text)})
+    return assemble(said, {**parts.tensors, "table": ("U8", deflate(text))})
+
+
 # axes and runs
 
 
@@ -221,5 +318,5 @@ def _many_runs(parts: Parts) -> None:
         _add_tensor(parts, 100_000 + extra, len(parts.table["axes"]))
 
 
-for _group in (_levels, _digits, _of_format_1, _deflated, _axes, _runs):
+for _group in (_levels, _digits, _of_format_1, _deflated, _scales_in_bytes, _packed, _axes, _runs):
     _group()

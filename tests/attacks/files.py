@@ -819,7 +819,6 @@ def _numbers() -> None:
     _change("codes without being said", "metadata", _say(storage="exact"), "old int8")
     _change("int8 that is not said in format 1", "metadata", _say(storage="int8"), "old")
     _change("scales beyond floats", "overflow", _all("scales", 3e38, "F32"), "int8")
-    _change("roots beyond floats", "non-finite", _all("scales", -3e38, "F32"), "int8-all")
     _change("values in bytes in format 1", "metadata", _say(storage="int8-all"), "old int8")
     _change("a byte of values beyond 127", "codes", _with_number("values", "I8", -128), "int8-all")
     _change("values longer than the table says", "sizes", _longer("values", 1), "int8-all")

@@ -16,6 +16,7 @@ from torch import nn
 import spalier
 from spalier.adapters.attachment import attachment_of
 from spalier.tasks.base import Base
+from spalier.tasks.format import deflate, words
 
 NUMBERS = {"F16": "e", "F32": "f", "F64": "d", "I8": "b", "U8": "B"}
 
@@ -58,8 +59,8 @@ def task(kind: str = "splora") -> spalier.Task:
 
 
 OLD = {"old": "exact", "old int8": "int8"}
-KINDS = ("exact", "int8", "int8-all", "delta", "deflated", "by layer", *OLD)
-"""Of valid files: SPLoRA in three storages, codes in three ways, and SPLoRA in format 1."""
+KINDS = ("exact", "int8", "int8-all", "delta", "small", "deflated", "by layer", *OLD)
+"""Of valid files: SPLoRA in three storages, codes in four ways, and SPLoRA in format 1."""
 
 
 @cache
@@ -67,6 +68,8 @@ def valid(kind: str = "exact") -> bytes:
     """A valid file: of a kind of adapter, or of SPLoRA in a storage, or that in format 1."""
     if kind in OLD:
         return pack(in_format_1(unpack(valid(OLD[kind]))))
+    if kind == "small":
+        return task("delta").to_bytes(storage="int8-all")
     return task(kind).to_bytes() if kind in ADAPTERS else task().to_bytes(storage=kind)
 
 
@@ -108,9 +111,32 @@ class Parts:
 
 def unpack(data: bytes) -> Parts:
     header, body = split(data)
+    if "packed" in header:
+        text, body = inside(body)
+        header = json.loads(text)
     description = json.loads(header.pop("__metadata__")["spalier.task"])
     raw = {name: (spec["dtype"], body[slice(*spec["data_offsets"])]) for name, spec in header.items()}
-    return Parts(description, json.loads(zlib.decompress(raw.pop("table")[1])), raw)
+    table = zlib.decompressobj(zdict=words()).decompress(raw.pop("table")[1])
+    return Parts(description, json.loads(table), raw)
+
+
+def inside(body: bytes) -> tuple[bytes, bytes]:
+    """The text of the header inside of a packed file, and what is behind it."""
+    short, _ = struct.unpack("<II", body[:8])
+    return zlib.decompressobj(zdict=words()).decompress(body[8 : 8 + short]), body[8 + short :]
+
+
+def in_one(header: bytes, body: bytes, *, lengths: bytes | None = None, raw: bytes | None = None) -> bytes:
+    """A packed file of this header and body; its lengths, and the deflated header, may be others."""
+    raw = deflate(header) if raw is None else raw
+    body = (struct.pack("<II", len(raw), len(header)) if lengths is None else lengths) + raw + body
+    only = {"dtype": "U8", "shape": [len(body)], "data_offsets": [0, len(body)]}
+    return join({"__metadata__": {"spalier.task": "packed"}, "packed": only}, body)
+
+
+def plain(data: bytes) -> bytes:
+    """A packed file as one that is not."""
+    return join(*inside(split(data)[1]))
 
 
 def in_format_1(parts: Parts) -> Parts:

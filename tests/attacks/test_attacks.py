@@ -23,7 +23,7 @@ from attacks.coded_files import CODED
 from attacks.files import CASES as OTHERS
 from attacks.files import HOSTILE_TEXT, MARKUP, nested, pickled, saved
 from attacks.parts import KINDS as VALID
-from attacks.parts import base, changed, example, join, pack, split, task, unpack, valid
+from attacks.parts import base, changed, example, join, pack, plain, split, task, unpack, valid
 from spalier import files
 from spalier.errors import TASK_FILE_CODES, TaskFileError
 from spalier.tasks import SUFFIX, check_name
@@ -127,7 +127,7 @@ def test_a_small_file_does_not_take_much_memory(name, tmp_path):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("storage", ["exact", "int8", "by layer"])
+@pytest.mark.parametrize("storage", ["exact", "int8", "by layer", "small"])
 def test_a_file_cut_anywhere_is_truncated(storage, tmp_path, untouched):
     data = valid(storage)
     path = written(tmp_path, b"")
@@ -136,6 +136,15 @@ def test_a_file_cut_anywhere_is_truncated(storage, tmp_path, untouched):
         others = ("foreign",) if 0 < end < 8 else ()  # so little may look like the beginning of anything
         with refused("truncated", *others):
             spalier.Task.load(path)
+
+
+@pytest.mark.parametrize("kind", ["int8-all", "small"])
+def test_a_packed_file_is_the_same_as_one_that_is_not(kind):
+    data = valid(kind)
+    one, other = spalier.Task.from_bytes(data), spalier.Task.from_bytes(plain(data))
+    assert len(data) < 0.7 * len(plain(data))
+    assert one.info == other.info
+    assert one.to_bytes() == other.to_bytes() == data
 
 
 def test_files_with_headers_of_any_length_load(tmp_path):

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from support import assert_unchanged, snapshot
 
 import spalier
-from attacks.parts import KINDS, Parts, base, join, pack, split, unpack, valid
+from attacks.parts import KINDS, Parts, base, in_one, inside, join, pack, split, unpack, valid
 from spalier.errors import TaskFileError
 from spalier.tasks import SUFFIX
-from spalier.tasks.numbers import rows_of_values
+from spalier.tasks.numbers import bytes_of_values
 from spalier.tasks.table import Table
 
 MEGABYTES = 64
@@ -196,10 +196,15 @@ def mutate(random, value):
 @given(SEEDS)
 def test_mutated_headers(loads, seed):
     random = Random(seed)
-    header, body = split(valid(random.choice(KINDS)))
+    data = valid(random.choice(KINDS))
+    header, body = split(data)
+    is_packed = "packed" in header and random.random() < 0.5
+    if is_packed:  # the header inside
+        text, body = inside(body)
+        header = json.loads(text)
     for _ in range(random.randint(1, 3)):
         mutate(random, header)
-    loads(join(header, body))
+    loads(in_one(json.dumps(header).encode(), body) if is_packed else join(header, body))
 
 
 @fuzz(250)
@@ -255,7 +260,10 @@ def _fit_numbers(parts, table, masks):
         "scales": sum(shape.scales for shape in shapes),
     }
     if parts.tensors["values"][0] == "I8":
-        counts["scales"] += rows_of_values([c.shape for r, c in pieces if r.source == "values" for _ in r.keys])
+        shapes_of_values = [c.shape for r, c in pieces if r.source == "values" for _ in r.keys]
+        counts["values"] = sum(bytes_of_values(shapes_of_values))
+    if parts.tensors.get("scales", ("", b""))[0] == "U8":
+        counts["scales"] += 2
     if parts.description["format"] == 1 and "scales" in parts.tensors:
         counts |= {"codes": 0, "scales": sum(shape.rows for shape in shapes)}
     if "codes" in parts.description:

@@ -5,6 +5,7 @@ import re
 import struct
 import zlib
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 
@@ -15,9 +16,14 @@ def read(path):
     """The description, the layer table, and the tensors."""
     raw = path.read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
-    header = json.loads(raw[8 : 8 + length])
+    header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
+    if header["__metadata__"] == {"spalier.task": "packed"}:
+        assert header["packed"] == {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}
+        short, length = struct.unpack("<II", data[:8])
+        text, data = inflated(data[8 : 8 + short]), data[8 + short :]
+        assert len(text) == length
+        header = json.loads(text)
     description = json.loads(header.pop("__metadata__")["spalier.task"])
-    data = raw[8 + length :]
     tensors = {}
     for name, spec in header.items():
         begin, end = spec["data_offsets"]
@@ -26,7 +32,13 @@ def read(path):
             tensors[name] = half.view(np.float32)
         else:
             tensors[name] = np.frombuffer(data[begin:end], DTYPES[spec["dtype"]])
-    return description, json.loads(zlib.decompress(tensors["table"].tobytes())), tensors
+    return description, json.loads(inflated(tensors["table"].tobytes())), tensors
+
+
+def inflated(raw):
+    """Text that was deflated with the words at the end of the page."""
+    _, _, words = (Path(__file__).parents[2] / "docs" / "task-format.md").read_text().partition("```text\n")
+    return zlib.decompressobj(zdict=words.partition("```")[0].encode()).decompress(raw)
 
 
 def rows_of(version, table):
@@ -126,24 +138,37 @@ def codes_of(data, count, levels):
     return [2 * digit - 1 if levels == 2 else digit - (levels - 1) // 2 for digit in digits[:count]], size
 
 
+def scales_of(tensors):
+    """The scales of codes in float64."""
+    found = tensors.get("scales", np.zeros(0))
+    return list(in_octaves(found, 24)) if found.dtype == np.uint8 else list(found.astype(np.float64))
+
+
+def in_octaves(data, steps):
+    """Scales from a byte each: steps below the first, of which there are so many in an octave."""
+    (highest,) = struct.unpack("<h", data[:2].tobytes())
+    return [2 ** ((highest - (int(byte) - 1)) / steps) if byte else 0.0 for byte in data[2:]]
+
+
 def values_of(description, tensors, rows, masks):
-    """The task's own numbers in float64, and the scales that are left for adapters."""
-    scales = list(tensors["scales"].astype(np.float64)) if "scales" in tensors else []
+    """The task's own numbers in float64."""
     if description["storage"] != "int8-all":
         assert tensors["values"].dtype != np.int8
-        return tensors["values"].astype(np.float64), scales
-    codes, found, lengths = tensors["values"].astype(np.float64), [], []
+        return tensors["values"].astype(np.float64)
+    lengths, found = [], []
     for _, keys, shape, axes, (kind, *_) in rows:
         left = [len(stays(axis, size, masks)) for axis, size in zip(axes, shape, strict=True)]
         if kind == "values" and np.prod(left):
             own = [int(np.prod(left[1:]))] * left[0] if len(left) > 1 else [int(np.prod(left))]
             lengths += own * len(keys)
-    behind = scales[len(scales) - len(lengths) :]
-    for length, scale in zip(lengths, behind, strict=True):
-        shares, codes = codes[:length] / 127, codes[length:]
-        found += [shares * scale if scale >= 0 else (shares * scale) ** 2]
+    marks = tensors["values"][: 2 + len(lengths)].view(np.uint8)
+    codes = tensors["values"][len(marks) :].astype(np.float64)
+    scales = in_octaves(np.concatenate([marks[:2], marks[2:] % 128]), 8) if lengths else []
+    for length, scale, mark in zip(lengths, scales, marks[2:], strict=True):
+        part, codes = codes[:length] / 127 * scale, codes[length:]
+        found += [part**2 if mark >= 128 else part]
     assert not len(codes)
-    return np.concatenate([[], *found]), scales[: len(scales) - len(lengths)]
+    return np.concatenate([[], *found])
 
 
 def numbers(description, tensors, shapes, scales):
@@ -179,8 +204,8 @@ def network(path, base):
     """The tensors of the network, by name, from a file and the tensors of the base."""
     description, table, tensors = read(path)
     masks, rows = masks_of(table, tensors["masks"]), rows_of(description["format"], table)
-    values, scales = values_of(description, tensors, rows, masks)
-    adapters = numbers(description, tensors, matrices(rows, masks), scales)
+    values = values_of(description, tensors, rows, masks)
+    adapters = numbers(description, tensors, matrices(rows, masks), scales_of(tensors))
     integers = [number for number, times in description.get("integers", []) for _ in range(times)]
     found = {name: tensor.astype(np.float64) for name, tensor in base.items()}
     for path, keys, shape, axes, (kind, *sizes) in rows:

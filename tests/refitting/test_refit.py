@@ -243,7 +243,7 @@ def test_a_budget_is_met_to_a_hundredth_and_more_bytes_say_more():
     for budget in (6_000, 12_000, 24_000):
         net, base = wide()
         result = sp.refit_(net, bytes=budget, batches=batches(2))
-        task = sp.Task.of(net, "spent")
+        task = sp.Task.of(net, "refit")  # another name may take a byte more
         size = len(task.to_bytes(storage="int8-all"))
         assert size == result.after
         assert 0.99 * budget <= size <= budget

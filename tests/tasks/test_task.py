@@ -19,8 +19,17 @@ from spalier.adapters.attachment import attachment_of
 from spalier.adapters.kinds import Stored
 from spalier.errors import AttachmentError, ConfigError, NonFiniteError, PlanError, TaskFileError
 from spalier.tasks.format import KEY, forget_digests
-from spalier.tasks.numbers import as_numbers, in_bytes, rows_of_values, values_in_bytes, values_of_bytes
-from spalier.tasks.rows import LowRank
+from spalier.tasks.numbers import (
+    as_numbers,
+    bytes_of_values,
+    cast_scales,
+    in_bytes,
+    scales_in_bytes,
+    scales_of_bytes,
+    values_in_bytes,
+    values_of_bytes,
+)
+from spalier.tasks.rows import LowRank, Matrix
 from spalier.tasks.table import Table
 
 
@@ -379,39 +388,69 @@ def test_int8_is_the_obvious_rounding():
 
 def test_values_in_bytes_are_the_obvious_rounding():
     """Against a rounding of each row by itself in float64; reading and writing again changes no bit."""
-    shapes = [(7,), (3, 5), (), (0, 4), (40,), (2, 2, 3), (6,)]
+    shapes = [(7,), (3, 5), (), (0, 4), (40,), (2, 2, 3), (6,), (300,)]
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(shape, generator=generator).flatten() for shape in shapes]
     parts[4] = parts[4].abs() ** 6 + 1e-4  # as running variances are: positive, and few are large
     parts[6].zero_()
     values = torch.cat(parts)
-    codes, scales = values_in_bytes(values, shapes, torch.float16)
-    assert len(scales) == rows_of_values(shapes) == 1 + 3 + 1 + 0 + 1 + 2 + 1
-    read = values_of_bytes(codes, scales, shapes)
-    again = values_in_bytes(read, shapes, torch.float16)
-    assert torch.equal(again[0], codes)
-    assert torch.equal(again[1], scales)
-    start, found = 0, iter(scales.tolist())
+    stored = values_in_bytes(values, shapes)
+    assert bytes_of_values(shapes) == (2 + 1 + 3 + 1 + 0 + 1 + 2 + 1 + 1, len(values))
+    read = values_of_bytes(stored, shapes)
+    assert torch.equal(values_in_bytes(read, shapes), stored)
+    start, marks = 0, iter(stored[2:].view(torch.uint8).tolist())
+    highest = int(stored[:2].clone().view(torch.int16))
     for part, shape in zip(parts, shapes, strict=True):
         rows = part.double().view(len(part) and (shape[0] if len(shape) > 1 else 1), -1) if len(part) else []
         for row in rows:
-            scale, largest = next(found), float(row.abs().max())
+            mark, largest = next(marks), float(row.abs().max())
             is_root = bool((row >= 0).all()) and float(row.mean()) < largest / 3 and largest > 0
-            assert (scale < 0) == is_root
+            assert (mark > 127) == is_root
             shown = row.sqrt() if is_root else row
             wide = float(shown.abs().max())
-            wanted = (shown / wide * 127).round() / 127 * abs(scale) if wide else shown
+            scale = min((2 ** (k / 8) for k in range(-200, 200) if 2 ** (k / 8) * 127.5 / 127 >= wide), default=0)
+            assert (mark % 128 == 0) == (wide == 0)
+            if wide:
+                assert 2 ** ((highest + 1 - mark % 128) / 8) == pytest.approx(scale)
+            wanted = (shown / scale * 127).round() / 127 * scale
             wanted = wanted.square() if is_root else wanted
             torch.testing.assert_close(read[start : start + len(row)].double(), wanted, rtol=1e-6, atol=1e-12)
             start += len(row)
     error = (read - values).abs()
-    assert float(error[-46:-6].max()) < 0.01 * float(parts[4].max())
+    assert float(error[-346:-306].max()) < 0.01 * float(parts[4].max())
 
 
-def test_scales_beyond_half_precision_are_kept_whole():
-    codes, scales = values_in_bytes(torch.tensor([1e6, -2e6]), [(2,)], torch.float16)
-    assert scales.dtype == torch.float32
-    assert values_of_bytes(codes, scales, [(2,)]).tolist() == pytest.approx([1e6, -2e6], rel=0.01)
+def test_bytes_of_values_hold_large_and_small_numbers():
+    for numbers in ([1e6, -2e6], [3e38, -1e38], [3.4e38, 3.0e38], [1e-30, 2e-30], [0.0, 0.0]):
+        made = values_of_bytes(values_in_bytes(torch.tensor(numbers), [(2,)]), [(2,)])
+        assert made.tolist() == pytest.approx(numbers, rel=0.09 if 3.4e38 in numbers else 0.02)  # the largest floats
+    assert not values_in_bytes(torch.empty(0), []).numel()
+    assert not values_of_bytes(torch.empty(0, dtype=torch.int8), []).numel()
+
+
+def test_scales_in_bytes_are_within_half_a_step():
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.cat([torch.rand(500, generator=generator) * 10.0 ** torch.arange(-3, 2).repeat(100), torch.zeros(3)])
+    stored = scales_in_bytes(scales)
+    assert (stored.dtype, len(stored)) == (torch.uint8, 505)
+    made = scales_of_bytes(stored)
+    assert torch.equal(scales_in_bytes(made), stored)
+    kept = scales > scales.max() * 2**-10.5
+    assert 300 < int(kept.sum()) < 500
+    assert float((made[kept].double() / scales[kept].double()).log2().abs().max()) <= 1 / 48 + 1e-9
+    assert not made[-3:].any()
+    small = torch.tensor([1.0, 1e-9])  # too small beside the largest: the smallest that there is
+    assert scales_of_bytes(scales_in_bytes(small)).tolist() == pytest.approx([1, 2 ** (-254 / 24)])
+
+
+@pytest.mark.parametrize(("levels", "in_bytes"), [(2, True), (3, True), (7, True), (15, True), (255, False)])
+def test_scales_are_in_bytes_where_codes_hardly_move(levels, in_bytes):
+    """255 levels are finer than that."""
+    scales = torch.linspace(0.1, 0.2, 40)
+    made = cast_scales(scales, torch.float16, [Matrix(40, 9, levels, 40)], in_bytes=True)
+    assert made.dtype == (torch.float32 if in_bytes else torch.float16)
+    assert torch.equal(scales_of_bytes(scales_in_bytes(made)), made) == in_bytes
+    assert float((made.float() / scales - 1).abs().max()) <= 0.25 / levels
 
 
 def test_storage_that_cannot_hold_a_number_is_refused(tmp_path):

@@ -88,6 +88,7 @@ def rounded(values: Tensor, scale: Tensor, levels: int) -> Tensor:
 # codes in bytes
 
 
+@cache
 def per_byte(levels: int) -> int:
     """How many codes share a byte.
 

@@ -22,8 +22,8 @@ from spalier.adapters.kinds import Coded, LowRank, Update
 from spalier.errors import BudgetError
 from spalier.refitting.approximate import Delta, added, low_rank_of, rooted, round_factors_, set_codes_
 
-_SCALE = 2
-"""Bytes of a scale."""
+_SCALE = 1
+"""Bytes of a scale, in the smallest storage."""
 _SHORT = 64
 """Rows of fewer entries may share a scale."""
 _RANKS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8), *range(80, 129, 16))

@@ -17,6 +17,10 @@ import struct
 import unicodedata
 import zlib
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from itertools import islice
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import torch
@@ -51,10 +55,12 @@ TENSORS: dict[str, frozenset[str]] = {
     "masks": frozenset({"U8"}),
     "adapters": _FLOATS | {"I8"},
     "codes": frozenset({"U8"}),
-    "scales": _FLOATS,
+    "scales": _FLOATS | {"U8"},
     "values": _FLOATS | {"I8"},
 }
 """The tensors of a task file, all of one axis, and the dtypes that each may have."""
+PACKED = "packed"
+"""The only tensor of a small file, and its description: the header inside of it is deflated."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
@@ -65,6 +71,12 @@ _FOREIGN = {
     b"\x1f\x8b": "a gzip archive",
     b"GGUF": "a GGUF file",
     b"\x89HDF": "an HDF5 file",
+    b"\xff\xd8\xff": "a JPEG image",
+    b"\x89PNG": "a PNG image",
+    b"GIF8": "a GIF image",
+    b"RIFF": "a RIFF file, such as a WebP image",
+    b"%PDF": "a PDF document",
+    b"\x7fELF": "a program",
     b"{": "JSON text",
     b"version ": "a pointer of Git LFS; fetch the file itself",
 }
@@ -147,9 +159,21 @@ def parse_json(code: str, what: str, raw: bytes) -> Any:
         raise TaskFileError(code, f"{what} is not strict JSON: {ascii(reason)[1:-1][:120]}") from None
 
 
-def inflate(code: str, what: str, raw: bytes, length: int) -> bytes:
+@cache
+def words() -> bytes:
+    """Words that most headers and tables have: the dictionary that they are deflated with."""
+    return Path(__file__).with_name("words.txt").read_bytes()
+
+
+def deflate(text: bytes) -> bytes:
+    """A header or a table in fewer bytes."""
+    deflater = zlib.compressobj(9, zlib.DEFLATED, 15, 9, zlib.Z_DEFAULT_STRATEGY, words())
+    return deflater.compress(text) + deflater.flush()
+
+
+def inflate(code: str, what: str, raw: bytes, length: int, dictionary: bytes = b"") -> bytes:
     """What deflated data hold, where that has exactly this length."""
-    inflater = zlib.decompressobj()
+    inflater = zlib.decompressobj(zdict=dictionary)
     try:
         data = inflater.decompress(raw, length)  # never more than the length, whatever the data say
     except zlib.error:
@@ -190,9 +214,26 @@ def unpack_container(file: BinaryIO, size: int) -> tuple[dict[str, Any], dict[st
     start = bytes(read_exactly(file, min(size, 9)))
     length = _header_length(start, size)
     header = start[8:] + bytes(read_exactly(file, length - 1))
-    description, entries = _parse_header(header, size - 8 - length)
-    data = read_exactly(file, size - 8 - length)
+    found, left = _named(header), size - 8 - length
+    if found.get("__metadata__") == {KEY: PACKED}:
+        header = _packed_header(file, found, left)
+        found, left = _named(header), size - file.tell()
+    description, entries = _parse_header(found, left)
+    data = read_exactly(file, left)
     return description, {entry.name: _tensor(entry, data) for entry in entries}
+
+
+def _packed_header(file: BinaryIO, outer: dict[str, Any], size: int) -> bytes:
+    """The header inside of a file's only tensor, which has to be all of what is left."""
+    _placed({name: spec for name, spec in outer.items() if name != "__metadata__"}, size, {PACKED: frozenset({"U8"})})
+    if size < 8:
+        raise TaskFileError("truncated", f"a packed file has {size} bytes behind its header, too few for another")
+    short, length = struct.unpack("<II", read_exactly(file, 8))
+    if short > size - 8 or length > MAX_HEADER:
+        raise TaskFileError(
+            "header-length", f"the packed header is said to have {short:,} bytes, and {length:,} in all"
+        )
+    return inflate("header", "the packed header", bytes(read_exactly(file, short)), length, words())
 
 
 def _header_length(start: bytes, size: int) -> int:
@@ -212,18 +253,32 @@ def _header_length(start: bytes, size: int) -> int:
     return int(length)
 
 
-def _parse_header(header: bytes, size: int) -> tuple[dict[str, Any], list[_Entry]]:
+def _named(header: bytes) -> dict[str, Any]:
     found = parse_json("header", "the header", header.rstrip(b" "))
     if not isinstance(found, dict):
         raise TaskFileError("header", "the header is a list, expected names and tensors")
+    return found
+
+
+def _parse_header(found: dict[str, Any], size: int) -> tuple[dict[str, Any], list[_Entry]]:
     metadata = found.pop("__metadata__", None)
     if not isinstance(metadata, dict) or set(metadata) != {KEY} or not isinstance(metadata[KEY], str):
-        raise TaskFileError("header", f"the file has no metadata {KEY!r} (and nothing else): it is no task file")
+        what = f"safetensors of {len(found):,} tensors ({', '.join(map(quoted, islice(found, 2))) or 'none'})"
+        raise TaskFileError(
+            "header",
+            f"the file is {what} whose metadata are not {KEY!r} alone: weights of a network, not a task; expected "
+            f"NAME{SUFFIX}, as Task.save and runs write it",
+        )
     # lone surrogates are legal in JSON; as bytes they are no UTF-8, so the description is refused
     description = parse_json("metadata", "the description", metadata[KEY].encode("utf-8", "surrogatepass"))
     if not isinstance(description, dict):
         raise TaskFileError("metadata", "the description is a list, expected fields and values")
-    entries = sorted(_entry(name, spec) for name, spec in found.items())
+    return description, _placed(found, size, TENSORS)
+
+
+def _placed(found: Mapping[str, Any], size: int, known: Mapping[str, frozenset[str]]) -> list[_Entry]:
+    """The tensors, which have to lie one behind the other and fill so many bytes."""
+    entries = sorted(_entry(name, spec, known) for name, spec in found.items())
     end = 0
     for entry in entries:
         if entry.begin != end:
@@ -233,17 +288,17 @@ def _parse_header(header: bytes, size: int) -> tuple[dict[str, Any], list[_Entry
         raise TaskFileError("truncated", f"the tensors need {end:,} bytes, and the file has {size:,} for them")
     if end < size:
         raise TaskFileError("ranges", f"{size - end:,} bytes at the end belong to no tensor")
-    return description, entries
+    return entries
 
 
-def _entry(name: str, spec: object) -> _Entry:
-    if name not in TENSORS:
-        raise TaskFileError("tensors", f"the file holds {quoted(name)}, expected only {', '.join(TENSORS)}")
+def _entry(name: str, spec: object, known: Mapping[str, frozenset[str]]) -> _Entry:
+    if name not in known:
+        raise TaskFileError("tensors", f"the file holds {quoted(name)}, expected only {', '.join(known)}")
     if not isinstance(spec, dict) or set(spec) != {"dtype", "shape", "data_offsets"}:
         raise TaskFileError("header", f"{name} lacks dtype, shape or data_offsets, or has more")
     dtype, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in TENSORS[name]:
-        raise TaskFileError("dtype", f"{name} is {quoted(dtype)}, expected {' or '.join(sorted(TENSORS[name]))}")
+    if not isinstance(dtype, str) or dtype not in known[name]:
+        raise TaskFileError("dtype", f"{name} is {quoted(dtype)}, expected {' or '.join(sorted(known[name]))}")
     if not (is_sizes(shape, 1) and is_sizes(offsets, 2)):
         raise TaskFileError("header", f"{name} has another shape or range than one axis, from begin to end")
     begin, end = offsets
@@ -268,8 +323,8 @@ def _tensor(entry: _Entry, data: bytearray) -> Tensor:
     return torch.frombuffer(data, dtype=dtype, count=count, offset=entry.begin)
 
 
-def pack_container(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """A container of these tensors, the widest numbers first so that all are aligned."""
+def pack_container(description: Mapping[str, Any], tensors: Mapping[str, Tensor], *, packed: bool = False) -> bytes:
+    """A container of these tensors, the widest numbers first so that all are aligned; or of one, with all inside."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {KEY: dump_json(description)}}
     end, parts = 0, []
@@ -281,15 +336,41 @@ def pack_container(description: Mapping[str, Any], tensors: Mapping[str, Tensor]
         header[name] = {"dtype": names[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
         parts.append(tensor.view(torch.uint8).numpy().tobytes())
     text = dump_json(header).encode("utf-8")
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER:
+    if len(text) > MAX_HEADER - 8:
         raise TaskFileError(
-            "text", f"the description has {len(text):,} bytes, expected at most {MAX_HEADER:,}; shorten it"
+            "text", f"the description has {len(text):,} bytes, expected at most {MAX_HEADER - 8:,}; shorten it"
         )
+    if packed:
+        raw = deflate(text)
+        parts = [struct.pack("<II", len(raw), len(text)), raw, *parts]
+        size = sum(map(len, parts))
+        only = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
+        text = dump_json({"__metadata__": {KEY: PACKED}, PACKED: only}).encode("utf-8")
+    text += b" " * (-len(text) % 8)
     return b"".join([struct.pack("<Q", len(text)), text, *parts])
 
 
 # -- which base a task belongs to
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Which base a task was learned on: two digests, as the functions below make them."""
+
+    architecture: str
+    values: str
+
+
+@dataclass(frozen=True)
+class Density:
+    """How much of the base is left, three ways: (kept, of), or None where it is not known."""
+
+    channels: tuple[int, int] | None
+    """Output channels of the layers that write streams."""
+    weights: tuple[int, int] | None
+    """Parameters of the network."""
+    macs: tuple[int, int] | None
+    """Multiply-accumulates of one sample."""
 
 
 def architecture_digest(modules: Iterable[Described], ties: Mapping[str, str], heads: Collection[str]) -> str:
@@ -354,3 +435,63 @@ def largest(tensor: Tensor) -> float:
         return 0.0
     low, high = (float(end) for end in torch.aminmax(tensor.detach()))
     return math.nan if math.isnan(low + high) else max(abs(low), abs(high))
+
+
+def plain_dict(what: str, value: object) -> dict[str, Any]:
+    """A mapping of plain data, or nothing."""
+    if value is not None and not isinstance(value, Mapping):
+        raise TaskFileError("metadata", f"{what} is a {type(value).__name__}, expected a dict")
+    return {key: plain(inner) for key, inner in (value or {}).items()}
+
+
+def plain(value: Any) -> Any:
+    """Plain data: scalars of numpy and PyTorch become numbers, paths text."""
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+
+
+def share_text(pair: tuple[int, int] | None) -> str:
+    """How much is kept, in words.
+
+    >>> share_text((1, 4))
+    '1 of 4 (25.0%)'
+    """
+    return "not known" if pair is None else f"{pair[0]:,} of {pair[1]:,} ({pair[0] / pair[1]:.1%})"
+
+
+def fingerprint_of(data: dict[str, Any]) -> Fingerprint:
+    """Of a description that was read."""
+    are_digests = all(isinstance(v, str) and len(v) == 64 and set(v) <= set("0123456789abcdef") for v in data.values())
+    check_field("base", set(data) == {"architecture", "values"} and are_digests, "two SHA-256 digests")
+    return Fingerprint(**data)
+
+
+def density_of(data: dict[str, Any]) -> Density:
+    """Of a description that was read."""
+    names = [f.name for f in fields(Density)]
+    check_field("density", set(data) <= set(names), f"only {', '.join(names)}")
+    for pair in data.values():
+        check_field("density", is_sizes(pair, 2) and pair[0] <= pair[1] > 0, "pairs of kept and of")
+    return Density(**{name: tuple(data[name]) if name in data else None for name in names})
+
+
+def known_version(found: object) -> int:
+    """The format of a file, if it is one that can be read."""
+    if type(found) is not int or not 1 <= found <= VERSION:
+        raise TaskFileError(
+            "version",
+            f"the file has format {quoted(found)}, expected 1 to {VERSION}: it was written by another version of "
+            "Spalier; update this one",
+        )
+    return found
+
+
+def check_field(field: str, holds: bool, expected: str) -> None:
+    """Refuse a description whose field is not what it has to be."""
+    if not holds:
+        raise TaskFileError("metadata", f"the description's {field} is not what it has to be: expected {expected}")

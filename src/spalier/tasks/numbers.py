@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spalier.adapters.codes import codes_of, pack
+from spalier.adapters.codes import Bytes, codes_of, pack
 from spalier.adapters.kinds import Stored
 from spalier.errors import TaskFileError
 from spalier.tasks.format import inflate, largest, quoted
@@ -65,46 +65,93 @@ def as_numbers(matrix: Stored) -> Stored:
     return Stored(matrix.values * wide[:, None])
 
 
-def values_in_bytes(values: Tensor, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A task's own values as 8-bit integers, and a scale for each vector or row: its largest number.
+def values_in_bytes(values: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:
+    """A task's own values as 8-bit integers, behind a byte for the scale of each vector or row.
 
     Where all numbers of a row are positive and most are small, as running variances are, their roots are what is
-    stored, and the scale is negative.
+    stored, and the scale's highest bit is set.
     """
-    parts: list[Tensor] = [torch.empty(0, dtype=torch.int8, device="cpu")]
-    scales: list[Tensor] = [torch.empty(0, device="cpu")]
-    for part, (rows, length) in zip(
-        values.float().split([r * n for r, n in _rows(shapes)]), _rows(shapes), strict=True
-    ):
+    codes: list[Tensor] = []
+    found: list[Tensor] = []
+    sizes = _rows(shapes)
+    for part, (rows, length) in zip(values.float().split([r * n for r, n in sizes]), sizes, strict=True):
         row = part.view(rows, length)
         most = row.abs().amax(1)
         are_roots = (row.amin(1) >= 0) & (row.mean(1) < most / 3)
-        wide = torch.where(are_roots, most.sqrt(), most)
-        shown = torch.where(are_roots[:, None], row.abs().sqrt(), row)
-        codes = (shown * (127 / wide.clamp(min=1e-38))[:, None]).round()
-        parts.append(codes.clamp(-127, 127).to(torch.int8).flatten())
-        scales.append(torch.where(are_roots, -wide, wide))
-    joined = torch.cat(scales)
-    made = joined.to(dtype)
-    return torch.cat(parts), made if math.isfinite(largest(made)) else joined
+        codes.append(torch.where(are_roots[:, None], row.abs().sqrt(), row))
+        found.append(torch.where(are_roots, -codes[-1].amax(1), most))
+    if not found:
+        return torch.empty(0, dtype=torch.int8, device="cpu")
+    joined = torch.cat(found)
+    # the smallest scale that rounds no number to more than 127: what was read is written again as it was
+    marks = _steps_below(joined.abs().double() * (127 / 127.5), _VALUES, torch.ceil)
+    wide = torch.from_numpy(_scales_of(marks.numpy(), _VALUES))
+    each = zip(codes, wide.split([rows for rows, _ in sizes]), strict=True)
+    shown = [(part * (127 / scale.clamp(min=1e-38))[:, None]).round().clamp(-127, 127) for part, scale in each]
+    marks[2:] |= (joined < 0).to(torch.uint8) << 7
+    return torch.cat([marks.view(torch.int8), *(part.to(torch.int8).flatten() for part in shown)])
 
 
-def values_of_bytes(codes: Tensor, scales: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:
+def values_of_bytes(data: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:
     """The numbers that `values_in_bytes` stored."""
-    wide = scales.float()
-    lengths = torch.tensor([length for rows, length in _rows(shapes) for _ in range(rows)], dtype=torch.int64)
-    numbers = codes.float().div_(127).mul_(wide.abs().repeat_interleave(lengths))
-    start = 0
-    for is_root, length in zip((wide < 0).tolist(), lengths.tolist(), strict=True):
-        if is_root:
-            numbers[start : start + length].square_()
-        start += length
-    return numbers
+    front, count = bytes_of_values(shapes)
+    if data.numel() != front + count:
+        raise TaskFileError("sizes", f"values has {data.numel():,} bytes, the table says {front + count:,}")
+    if not front:
+        return torch.empty(0, device="cpu")
+    marks, codes = data.numpy()[:front].view(np.uint8), data.numpy()[front:]
+    if codes.min() == -128:
+        raise TaskFileError("codes", "values hold the integer -128, expected -127 to 127")
+    rows, each = zip(*_rows(shapes), strict=True)
+    lengths = np.repeat(each, rows)
+    numbers = codes.astype(np.float32) / np.float32(127)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found afterwards
+        numbers *= np.repeat(_scales_of(marks, _VALUES), lengths)
+        np.square(numbers, out=numbers, where=np.repeat(marks[2:] > 127, lengths))
+    return torch.from_numpy(numbers)
 
 
-def rows_of_values(shapes: Sequence[tuple[int, ...]]) -> int:
-    """How many scales values of these shapes have."""
-    return sum(rows for rows, _ in _rows(shapes))
+# scales in a byte: how many steps of an octave they lie below the largest, whose own steps are in front
+
+
+_VALUES, _CODES = (8, 127), (24, 255)
+"""How many steps an octave has, and the largest byte: those of values have a bit for something else."""
+
+
+def _steps_below(scales: Tensor, grid: tuple[int, int], rounding: Callable[[Tensor], Tensor]) -> Tensor:
+    """Scales as bytes: 0 for 0, and from 1 on how many steps below the largest, which is in the first two bytes."""
+    each, most = grid
+    steps = rounding(scales.double().clamp(min=1e-300).log2() * each)
+    highest = steps.max().clamp(-(2**15), 128 * each - 1) if bool((scales > 0).any()) else steps.new_zeros(())
+    below = (highest - steps).clamp(0, most - 1) + 1
+    front = highest.to(torch.int16).view(1).view(torch.uint8)
+    return torch.cat([front, below.where(scales > 0, torch.zeros_like(below)).to(torch.uint8)])
+
+
+def _scales_of(data: Bytes, grid: tuple[int, int]) -> Any:
+    """The scales that bytes stand for, as an array; of values' bytes the highest bit means something else."""
+    (highest,), below = np.frombuffer(data[:2].tobytes(), "<i2"), data[2:] & grid[1]
+    with np.errstate(over="ignore"):
+        scales = np.exp2((int(highest) + 1 - below.astype(np.float64)) / grid[0]).astype(np.float32)
+    return np.where(below == 0, np.float32(0), scales)
+
+
+def scales_in_bytes(scales: Tensor) -> Tensor:
+    """Scales of codes in a byte each, to 1.5% of what they are."""
+    return _steps_below(scales, _CODES, torch.round)
+
+
+def scales_of_bytes(data: Tensor) -> Tensor:
+    """The scales that `scales_in_bytes` stored."""
+    if data.numel() < 3:
+        raise TaskFileError("sizes", f"scales has {data.numel()} bytes, expected two, and one for each")
+    return torch.from_numpy(_scales_of(data.numpy(), _CODES))
+
+
+def bytes_of_values(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int]:
+    """How many bytes the scales of values of these shapes have, and their numbers."""
+    rows = sum(rows for rows, _ in _rows(shapes))
+    return rows + 2 if rows else 0, sum(map(math.prod, shapes))
 
 
 def _rows(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
@@ -124,19 +171,29 @@ def cast(values: Tensor, dtype: torch.dtype, what: str) -> Tensor:
     return made
 
 
-def cast_scales(scales: Tensor, dtype: torch.dtype, shapes: Iterable[Matrix]) -> Tensor:
-    """Scales in a dtype; in 32 bits where half precision would move codes by more than a quarter of a step.
+def cast_scales(scales: Tensor, dtype: torch.dtype, shapes: Sequence[Matrix], *, in_bytes: bool = False) -> Tensor:
+    """Scales in a dtype, or as bytes can hold them; in 32 bits where that would move codes by too much.
 
-    Half precision has few digits for small numbers, and the scales of 8-bit integers are small. The fewer levels codes
-    have, the less that matters. Scales that are next to nothing beside the others do not.
+    Half precision has few digits for small numbers, and the scales of 8-bit integers are small.
     """
+    if in_bytes and scales.numel():
+        made = scales_of_bytes(scales_in_bytes(scales))
+        if _are_near(made, scales, shapes):
+            return made
     made = cast(scales, dtype, "scales of codes")
-    if dtype != torch.float16 or not scales.numel():
+    if dtype != torch.float16 or not scales.numel() or _are_near(made, scales, shapes):
         return made
+    return cast(scales, torch.float32, "scales of codes")
+
+
+def _are_near(made: Tensor, scales: Tensor, shapes: Sequence[Matrix]) -> bool:
+    """Whether codes move by a quarter of a step at most.
+
+    The fewer levels codes have, the less their scales matter. Those that are next to nothing beside the others do not.
+    """
     allowed = torch.cat([torch.full((shape.scales,), 0.25 / (shape.levels or 1)) for shape in shapes])
     allowed = (allowed * scales.abs()).clamp(min=1e-4 * largest(scales) * float(allowed.min()))
-    is_close = bool(((made.float() - scales.float()).abs() <= allowed).all())
-    return made if is_close else cast(scales, torch.float32, "scales of codes")
+    return bool(((made.float() - scales.float()).abs() <= allowed).all())
 
 
 def deflated(codes: Tensor) -> tuple[Tensor, int]:
@@ -163,3 +220,20 @@ def inflated(codes: Tensor, length: object, expected: int) -> Tensor:
         raise TaskFileError("sizes", f"{codes.numel():,} bytes are to inflate to {expected:,}, over {MAX_RATIO} times")
     data = inflate("codes", "what codes hold", codes.numpy().tobytes(), expected)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def bytes_of_version_1(numbers: Tensor) -> Tensor:
+    """8-bit integers as codes of 255 levels: one in a byte, so whatever matrices they are of."""
+    return torch.from_numpy(pack(numbers.numpy(), BYTE_LEVELS))
+
+
+def expanded(found: Any, count: int) -> tuple[int, ...]:
+    """Integers from pairs of a number and how often it comes, as many as the table has places for."""
+    pairs: list[Any] = found if isinstance(found, list) else [None]
+    for pair in pairs:
+        fits = isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair)
+        if not fits or not -(2**63) <= pair[0] < 2**63 or not 0 < pair[1] <= count:
+            raise TaskFileError("metadata", "the description's integers are no pairs of a number and its times")
+    if sum(times for _, times in pairs) != count:
+        raise TaskFileError("sizes", f"the description's integers are not the {count} that the table has")
+    return tuple(number for number, times in pairs for _ in range(times))

@@ -135,6 +135,8 @@ FORMAT_2 = {
     ),
     "sppara-int8": Recipe(grouped, sp.SPPaRA(), "int8", "8"),
     "whole-int8": Recipe(plain, sp.LoRA(rank=2, kernel="full"), "int8", "8"),
+    "delta-packed": Recipe(Residual, sp.SPDelta(bits=2), "int8-all", "fc", writers="free"),
+    "splora-packed": Recipe(plain, sp.SPLoRA(rank=2), "int8-all", "8"),
 }
 RECIPES = {**FORMAT_1, **FORMAT_2}
 
