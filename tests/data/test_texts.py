@@ -216,6 +216,8 @@ def test_datasets_with_samples_that_cannot_be_used(bert):
         texts_of(Pairs([*sentences(30), (torch.zeros(3), "animal")]), tokenizer=bert)
     with pytest.raises(DataError, match=r"train/2: class 7, expected one of a, b"):
         texts_of(Pairs([("cat", 0), ("dog", 1), ("cow", 7)]), tokenizer=bert, classes=["a", "b"])
+    with pytest.raises(DataError, match=r"train/30: a label of type Tensor, expected a name"):
+        texts_of(Pairs([*sentences(30), ("cat", torch.zeros(3))]), tokenizer=bert)
     with pytest.raises(DataError, match=r"sample 0 is a str, expected a pair"):
         texts_of(Pairs(["cat"]), tokenizer=bert)
 

@@ -243,7 +243,7 @@ def to_samples(rows: Iterable[Row], classes: Sequence[str] | None = None, labels
     good: list[tuple[int, str, str, str]] = []
     bad: list[BadFile] = []
     for split, place, text, label in rows:
-        label = label.item() if isinstance(label, Tensor | np.generic) else label
+        label = label.item() if isinstance(label, Tensor | np.generic) and np.prod(label.shape) == 1 else label
         if classes is not None and isinstance(label, int) and 0 <= label < len(classes):
             label = classes[label]
         if problem := _problem(text) or (_label_problem(label, classes) if labels else ""):

@@ -83,7 +83,7 @@ def from_checkpoint(
 def default_bytes(net: nn.Module, heads: Collection[str]) -> int:
     """A bit for each weight, and what norms, biases and heads take besides.
 
-    On ResNet-18 and MiniLM that was the least that cost no accuracy worth mentioning (docs/howto/checkpoints.md).
+    On MiniLM that cost one question of 500 (docs/howto/checkpoints.md).
     """
     inside = tuple(f"{head}." for head in heads)
     tensors = {id(tensor): (name, tensor) for name, tensor in tensors_of(net).items()}.values()

@@ -247,10 +247,7 @@ class Engine:
 
     def _end_epoch(self) -> None:
         at = self.position
-        values: dict[str, float | None] = {
-            "loss": self.loss_sum / len(self.loader),
-            "lr": self._lr(at.batch - 1),
-        }
+        values: dict[str, float | None] = {"loss": self.loss_sum / len(self.loader), "lr": self._lr(at.batch - 1)}
         where = self._where()
         self.position = at.replace(epoch=at.epoch + 1, epochs=at.epochs + (not at.form), batch=0)
         self.loss_sum = 0.0
