@@ -395,11 +395,7 @@ def block_row(position: Position, target: float, task: Task, seen: Mapping[str, 
 
 
 def block_details(
-    row: dict[str, Any],
-    classes: Sequence[str],
-    seen: Mapping[str, Evaluation],
-    plan: Plan | None,
-    device: torch.device,
+    row: dict[str, Any], classes: Sequence[str], seen: Mapping[str, Evaluation], plan: Plan | None, device: torch.device
 ) -> dict[str, Any]:
     """A row with confusions, the units that are kept, and where it was measured."""
     confusion = {name: seen[name].confusion if name in seen else None for name in ("validation", "test")}
@@ -485,12 +481,7 @@ def score_histograms(scores: Scores, plan: Plan) -> dict[str, Any]:
             "kept": _counts(values[alive & stays], edges),
             "removed": _counts(values[alive & ~stays], edges),
         }
-    return {
-        "criterion": scores.criterion,
-        "samples": scores.samples,
-        "edges": edges.tolist(),
-        "streams": streams,
-    }
+    return {"criterion": scores.criterion, "samples": scores.samples, "edges": edges.tolist(), "streams": streams}
 
 
 def _counts(values: Any, edges: Any) -> list[int]:
