@@ -60,6 +60,7 @@ COMMANDS: dict[str, tuple[str, str, list[list[str]]]] = {
     "bench-scoring": ("measure what scoring costs", "bench", [["benchmarks/scoring.py"]]),
     "bench-recovery": ("measure criteria and recovery on CIFAR-10", "bench", [["benchmarks/recovery.py"]]),
     "bench-switching": ("measure switches, and what comes of them", "bench", [["benchmarks/switching.py"]]),
+    "bench-serving": ("measure a service with a thousand tasks", "bench", [["benchmarks/serving.py"]]),
     "bench-transfer": ("measure whole runs", "bench", [["benchmarks/transfer.py"]]),
     "bench-loading": ("measure what loading data costs", "bench", [["benchmarks/loading.py"]]),
     "bench-import": ("measure what an import costs", "cli", [["benchmarks/import_time.py"]]),

@@ -17,8 +17,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,26 +199,25 @@ class Trainer:
     def saved_bytes(self) -> int:
         """Bytes kept for backward, each storage once, parameters and buffers not counted."""
         held = {t.untyped_storage().data_ptr() for t in (*self.net.parameters(), *self.net.buffers())}
-        with saved_storages() as storages:
-            loss = self.row.loss(self.net, self.batch)
-        total = sum(size for pointer, size in storages.items() if pointer not in held)
-        del loss
-        return total
+        kept = saved_tensors(self.row.loss(self.net, self.batch))
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+        return sum(size for pointer, size in storages.items() if pointer not in held)
 
 
-@contextmanager
-def saved_storages() -> Iterator[dict[int, int]]:
-    found: dict[int, int] = {}
-    kept = []  # a storage's address is its own only while it lives
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield found
+def saved_tensors(loss: Tensor) -> list[Tensor]:
+    """What all nodes behind a loss keep, found by a walk: hooks that would watch it change what layers keep."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    found: list[Tensor] = []
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            own = getattr(node, "saved_tensors", None)
+            kept = own or [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+            found += [t for value in kept for t in (value if isinstance(value, list | tuple) else [value])]
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
 
 Times = dict[str, list[tuple[float, float]]]

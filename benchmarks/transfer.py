@@ -116,6 +116,7 @@ def masks(method: str, seed: int, folder: Path, weights: Path) -> dict[str, Any]
     config = sp.TransferPruning(
         recipe="paper",
         data="digits",
+        network="resnet18",
         classes=tuple("56789"),
         image_size=SIZE,
         max_train_samples=240,
@@ -157,6 +158,7 @@ def accuracy(seed: int, folder: Path) -> dict[str, Any]:
     """A small network both ways."""
     config = sp.TransferPruning(
         network="transfer:small",
+        method="splora",
         classes=tuple("56789"),
         weights=str(small_base(seed, folder)),
         schedule="iterative",
@@ -218,6 +220,7 @@ def teaching(seed: int, folder: Path) -> dict[str, Any]:
         "max_train_samples": 200,
         "epochs": 15,
         "epochs_per_prune": 6,
+        "method": "splora",
     }
     fine = sp.TransferPruning(**{**common, "method": "fine-pruning"})
     rows = {"fine-pruning, labels": fine.run(folder / f"fine-{seed}", progress=False).rows}

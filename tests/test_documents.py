@@ -1,6 +1,7 @@
 """README and docs are executed: every Python block and every command, in the order of the page, in an empty folder."""
 
 import io
+import json
 import re
 import shlex
 import tomllib
@@ -22,9 +23,13 @@ LONG = (
     "README.md",
     "docs/cli.md",
     "docs/criteria.md",
+    "docs/howto/checkpoints.md",
+    "docs/howto/criterion.md",
     "docs/howto/deploy.md",
     "docs/howto/images.md",
     "docs/howto/machines.md",
+    "docs/howto/many-tasks.md",
+    "docs/howto/network.md",
     "docs/report.md",
     "docs/runs.md",
     "docs/tutorial.md",
@@ -37,9 +42,13 @@ ONLY_ELSEWHERE = {
     r"torchrun .*train\.py": "real torchrun with two processes is in tests/runs/test_processes.py",
     r"accelerate launch .*train\.py": "so is accelerate",
     r"cat train\.py": "a file of the reader's",
+    r"spalier (serve|predict) .*": "a service, or images of the reader's; tests/serve runs both",
+    r"curl .*": "asks such a service",
+    r"docker .*": "needs Docker; tests/serve/test_container.py reads the Dockerfile",
     r"(import|sp\.).*": "which is shown",
     r"spalier train --network hf:google/\S+ .*": "downloads from the hub",
     r"spalier train .*--weights resnet50\.pth .*": "weights that the reader downloads",
+    r"spalier train .*--network timm:resnet18 --pretrained .*": "weights that timm downloads",
     r'python -c "import torchvision as tv; .*"': "where they are",
     r"RAY_ADDRESS=auto spalier sweep .*--place ray": "a cluster; a local Ray is in tests/runs/test_sweep.py",
     r".*_SPALIER_COMPLETE=[a-z]+_source spalier.*": "for a shell; tests/cli/test_command_line.py completes a word",
@@ -105,6 +114,15 @@ def run(line, monkeypatch):
     assert program == "spalier", line
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(arguments) == 0, line
+    if arguments[0] == "train":
+        assert_learned(Path(arguments[arguments.index("--folder") + 1]), line)
+
+
+def assert_learned(folder, line):
+    """What a reader would want of a command: the whole network is nearer to all right than to chance."""
+    block = json.loads(min((folder / "blocks").glob("00*.json")).read_text())
+    chance = 1 / len(block["classes"])
+    assert block["row"]["test"] > (1 + chance) / 2, line
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -17,20 +17,28 @@ from running import quick
 from support import tiny_cnn
 
 import spalier as sp
+from spalier.cli.serving import serve_here
 from spalier.data import open_data
 from spalier.errors import SpalierError
 from spalier.networks import open_network
+from spalier.serve import app
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-MODULES = {"pillow": "PIL", "pyyaml": "yaml", "resvg-py": "resvg_py", "scikit-learn": "sklearn"}
+MODULES = {
+    "pillow": "PIL",
+    "python-multipart": "python_multipart",
+    "pyyaml": "yaml",
+    "resvg-py": "resvg_py",
+    "scikit-learn": "sklearn",
+}
 """Modules of libraries that are called otherwise."""
 
 
 def libraries():
     """The modules of what the extras for users install, and the extra of each."""
     found = {}
-    for extra in ("cli", "hub", "onnx", "ray", "report", "train"):
+    for extra in ("cli", "hub", "onnx", "ray", "report", "serve", "train"):
         for name in (Requirement(line).name for line in EXTRAS[extra]):
             if name != "spalier":
                 found[MODULES.get(name, name)] = f"spalier[{extra}]"
@@ -49,7 +57,7 @@ def export_task(ending):
     """By the command line; what it says of an error."""
     from spalier.cli.task_commands import _export
 
-    _export(tiny_cnn().eval(), torch.zeros(2, 3, 8, 8), Path(f"net{ending}"))
+    _export(tiny_cnn().eval(), torch.zeros(2, 3, 8, 8), Path(f"net{ending}"), {})
 
 
 def bench(folder):
@@ -75,6 +83,10 @@ USES = {
     "sklearn": [lambda f: open_data("digits")],
     "tqdm": [lambda f: run(progress=True)],
     "yaml": [lambda f: quick().to_yaml(), lambda f: run()],
+    "fastapi": [lambda f: app(tiny_cnn(), f / "store")],
+    "prometheus_client": [lambda f: app(tiny_cnn(), f / "store")],
+    "python_multipart": [lambda f: app(tiny_cnn(), f / "store")],
+    "uvicorn": [lambda f: serve_here(tiny_cnn(), str(f / "store"), None, "127.0.0.1", 0, None)],
     # what no extra installs, since networks and data of others need it
     "datasets": [lambda f: open_data("hf:owner/name")],
     "executorch": [lambda f: export_task(".pte")],

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import types
+from urllib.error import URLError
 
 import pytest
 import safetensors.torch
@@ -19,7 +20,7 @@ from torch import nn
 
 from spalier import models, networks, text
 from spalier.errors import ConfigError, NetworkError, WeightsError
-from spalier.networks import head_of, logits_of, open_network
+from spalier.networks import OWN_WEIGHTS, head_of, logits_of, looks_untrained, open_network, warn_if_untrained
 
 
 def equal(one, other):
@@ -47,7 +48,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("hub") / "vit"
     torch.manual_seed(3)
     net = transformers.ViTForImageClassification(transformers.ViTConfig(**TINY, num_labels=5))
-    with networks._quiet():
+    with networks.quiet_transformers():
         net.half().save_pretrained(path)
     return path
 
@@ -149,13 +150,114 @@ def test_a_name_that_is_none_is_explained(name, message, user):
         ("resnet18", {"classes": 0}, "classes is 0"),
         ("resnet18", {"classes": True}, "classes is True"),
         ("timm:test_vit", {"num_classes": 3}, "pass classes="),
-        ("timm:test_vit", {"pretrained": True}, "pass weights=FILE"),
+        ("resnet20", {"pretrained": True, "weights": "x.pth"}, "both given"),
+        ("users_networks:tiny", {"pretrained": True}, "pass weights=FILE"),
         ("timm:test_vit", {"checkpoint_path": "x.pth"}, "pass weights=FILE"),
     ],
 )
 def test_bad_options(name, options, message, user):
     with pytest.raises(ConfigError, match=message):
         open_network(name, **options)
+
+
+# pretrained weights: nothing is downloaded, the libraries' caches have a file
+
+
+@pytest.fixture
+def torch_home(tmp_path, monkeypatch):
+    """Where torch keeps what torchvision downloads; what is not there cannot be had."""
+
+    def refuse(*_, **__):
+        raise URLError("no route to host")
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr("torch.hub.download_url_to_file", refuse)
+    (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
+    return tmp_path / "hub" / "checkpoints"
+
+
+def cached(folder, name):
+    """A network of torchvision with weights of its own, which its cache holds."""
+    torch.manual_seed(5)
+    net = torchvision.models.get_model(name)
+    for parameter in net.parameters():
+        parameter.data.add_(0.01)
+    url = torchvision.models.get_model_weights(name).DEFAULT.url
+    torch.save(net.state_dict(), folder / url.rpartition("/")[2])
+    return net
+
+
+def test_pretrained_weights_of_torchvision(torch_home):
+    source = cached(torch_home, "squeezenet1_1")
+    assert equal(open_network("torchvision:squeezenet1_1", pretrained=True), source)
+    net = open_network("torchvision:squeezenet1_1", classes=7, pretrained=True)
+    assert torch.equal(net.features[0].weight, source.features[0].weight)
+    assert net(torch.zeros(1, 3, 64, 64)).shape == (1, 7)
+    assert equal(net, open_network("torchvision:squeezenet1_1", classes=7, pretrained=True))  # the new head, too
+
+
+def test_built_in_networks_take_torchvisions_weights(torch_home):
+    source = cached(torch_home, "resnet18")
+    net = open_network("resnet18", classes=7, pretrained=True, stem="cifar")
+    assert torch.equal(net.layer4[1].conv2.weight, source.layer4[1].conv2.weight)
+    assert net.conv1.weight.shape[2:] == (3, 3)
+    assert not looks_untrained(net)
+
+
+def test_pretrained_weights_of_timm(tmp_path):
+    torch.manual_seed(5)
+    source = timm.create_model("test_resnet")
+    torch.save(source.state_dict(), tmp_path / "test.pth")
+    own = {"pretrained_cfg_overlay": {"file": str(tmp_path / "test.pth")}}
+    net = open_network("timm:test_resnet", classes=4, pretrained=True, **own)
+    assert torch.equal(net.conv1[0].weight, source.conv1[0].weight)
+    assert head_of(net) == "fc"
+    assert net.fc.out_features == 4
+
+
+def test_without_the_internet_it_says_what_was_tried(torch_home, monkeypatch):
+    for name in ("torchvision:squeezenet1_1", "resnet18"):
+        with pytest.raises(WeightsError, match=r"no route to host.*cache .*checkpoints.*pass weights=FILE"):
+            open_network(name, pretrained=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(torch_home))
+    with pytest.raises(WeightsError, match=r"timm could not load .*timm:test_resnet.*pass weights=FILE"):
+        open_network("timm:test_resnet", pretrained=True, cache_dir=str(torch_home))
+
+
+def test_a_misspelt_pretrained_network_gets_near_matches():
+    with pytest.raises(NetworkError, match="did you mean resnet18"):
+        open_network("torchvision:resnet81", pretrained=True)
+    with pytest.raises(WeightsError, match="take resnet20"):
+        open_network("resnet8", pretrained=True)
+
+
+def test_a_folder_without_weights_is_not_pretrained(tmp_path):
+    with pytest.raises(WeightsError, match="no weights"):
+        open_network(f"hf:{configuration(tmp_path)}", pretrained=True)
+
+
+def test_the_base_that_comes_with_the_package():
+    base = open_network("resnet20", pretrained=True)
+    assert not looks_untrained(base)
+    assert all(bool(torch.isfinite(value).all()) for value in base.state_dict().values())
+    assert OWN_WEIGHTS["resnet20"].stat().st_size < 1_500_000
+    assert OWN_WEIGHTS["resnet20"].with_suffix(".md").is_file()  # its card
+    other = open_network("resnet20", classes=3, pretrained=True)
+    assert torch.equal(base.layer3[2].conv2.weight, other.layer3[2].conv2.weight)
+    with pytest.raises(WeightsError, match="build the network with the same widths"):
+        open_network("resnet20", pretrained=True, width=8)
+
+
+def test_random_weights_are_called_that(caplog):
+    warn_if_untrained(models.resnet8(), "mine")
+    assert "mine has random weights: the base is frozen noise" in caplog.text
+    caplog.clear()
+    trained = models.resnet8()
+    trained.bn1.bias.data.fill_(0.1)
+    for net in (trained, nn.Sequential(nn.Linear(2, 2)), open_network("timm:test_vit", pretrained=False).double()):
+        warn_if_untrained(net, "net")
+    assert caplog.text.count("random") == 1  # timm's, of the three
 
 
 def test_an_error_of_the_users_own_module_is_theirs(tmp_path, monkeypatch):

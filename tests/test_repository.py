@@ -21,7 +21,7 @@ SOURCE = ROOT / "src" / "spalier"
 # Each module may import what stands above it and nothing else of ours.
 LAYERS = [
     {"errors", "text"},
-    {"models", "distributed", "files", "timing"},
+    {"models", "distributed", "files", "timing", "inputs"},
     {"adapters"},
     {"structure"},
     {"counting"},
@@ -32,9 +32,10 @@ LAYERS = [
     {"selecting"},
     {"scheduling"},
     {"tasks", "networks", "data"},
-    {"refitting"},
+    {"refitting", "predicting"},
     {"runs", "integrations", "benching"},
-    {"reporting"},
+    {"adapting"},
+    {"reporting", "serve"},
     {"cli"},
     {"__main__"},
 ]
@@ -49,9 +50,12 @@ UPWARDS = {
     ("tasks/task.py", "spalier.tasks.build"): _METHODS,
     ("tasks/task.py", "spalier.tasks.apply"): _METHODS,
     ("tasks/task.py", "spalier.tasks.store"): _METHODS,
+    ("tasks/task.py", "spalier.refitting"): _METHODS,
+    ("tasks/task.py", "spalier.refitting.finetuned"): _METHODS,
+    ("tasks/task.py", "spalier.refitting.peft"): _METHODS,
     ("tasks/store.py", "spalier.tasks.hub"): _METHODS,
 }
-ADAPTER_LAYERS = [{"geometry", "codes"}, {"kinds"}, {"forward", "targets"}, {"attachment"}, {"attach"}]
+ADAPTER_LAYERS = [{"geometry", "codes"}, {"kinds"}, {"forward", "targets"}, {"attachment", "calls"}, {"attach"}]
 STRUCTURE_LAYERS = [
     {"labels"},
     {"graph"},
@@ -77,9 +81,10 @@ TASKS_LAYERS = [
     {"apply", "store", "rewrite"},
     {"hub", "switcher"},
 ]
-REFITTING_LAYERS = [{"approximate"}, {"measure", "spend"}, {"refit"}]
+REFITTING_LAYERS = [{"approximate"}, {"measure", "spend"}, {"refit"}, {"finetuned"}, {"peft"}]
 RUNS_LAYERS = [
     {"narrow", "settings_files"},
+    {"recipes"},
     {"settings"},
     {"checkpoint"},
     {"processes"},
@@ -88,12 +93,14 @@ RUNS_LAYERS = [
     {"run"},
     {"sweep"},
 ]
-DATA_LAYERS = [{"data"}, {"images", "loader"}, {"sources"}]
+DATA_LAYERS = [{"data"}, {"images", "loader"}, {"texts"}, {"sources"}]
 INTEGRATIONS_LAYERS = [{"lightning", "transformers"}]
 REPORTING_LAYERS = [{"draw", "load"}, {"figures"}, {"comparisons"}, {"page"}]
+SERVE_LAYERS = [{"service"}, {"web"}, {"cluster"}]
 CLI_LAYERS = [
     {"main", "demo"},
     {"opening"},
+    {"serving"},
     {"commands", "task_commands"},
 ]
 PACKAGES = {
@@ -106,6 +113,7 @@ PACKAGES = {
     "runs": RUNS_LAYERS,
     "data": DATA_LAYERS,
     "integrations": INTEGRATIONS_LAYERS,
+    "serve": SERVE_LAYERS,
     "cli": CLI_LAYERS,
     "reporting": REPORTING_LAYERS,
 }

@@ -26,6 +26,7 @@ from experiments.paper.protocol import Protocol, weights_of
 from experiments.paper.released import Released
 from spalier.data import Data, Split, open_data
 from spalier.data.data import Ints
+from spalier.inputs import Inputs
 from spalier.runs import Engine
 from spalier.runs.checkpoint import RunFolder
 from spalier.timing import processor
@@ -153,7 +154,7 @@ class Evenly:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def fetch(self, indices: Ints, epoch: int | None, seed: int = 0) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: Ints, epoch: int | None, seed: int = 0) -> tuple[Inputs, Tensor]:
         """Images and labels of these samples."""
         return self.split.fetch(self.rows[indices], epoch, seed)
 

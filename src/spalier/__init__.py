@@ -10,8 +10,9 @@ from spalier import errors
 if TYPE_CHECKING:
     from spalier import criteria, models
     from spalier.adapters import ByLayer, FineTune, LoRA, SPDelta, SPLoRA, SPPaRA, attach_, detach_, fuse
+    from spalier.adapting import adapt, load
     from spalier.benching import bench
-    from spalier.counting import count
+    from spalier.counting import count, print_trainable_parameters
     from spalier.criteria import Scores, score
     from spalier.pruning.modules import resizes
     from spalier.pruning.plan import Plan, kept_units
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from spalier.tasks import Store, Switcher, Task
     from spalier.tracing import trace
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ByLayer",
@@ -45,6 +46,7 @@ __all__ = [
     "Switcher",
     "Task",
     "TransferPruning",
+    "adapt",
     "attach_",
     "bench",
     "count",
@@ -53,7 +55,9 @@ __all__ = [
     "errors",
     "fuse",
     "kept_units",
+    "load",
     "models",
+    "print_trainable_parameters",
     "prune_",
     "refit_",
     "report",
@@ -81,12 +85,15 @@ _LATER = {
     "Switcher": "tasks",
     "Task": "tasks",
     "TransferPruning": "runs",
+    "adapt": "adapting",
     "attach_": "adapters",
     "bench": "benching",
     "count": "counting",
     "detach_": "adapters",
     "fuse": "adapters",
     "kept_units": "pruning.plan",
+    "load": "adapting",
+    "print_trainable_parameters": "counting",
     "prune_": "pruning.prune",
     "refit_": "refitting",
     "report": "reporting",

@@ -16,22 +16,14 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from spalier.counting import count
 from spalier.errors import ConfigError, ExampleError, NetworkError, SpalierError
+from spalier.inputs import Inputs, call, each, tensors_of, tokens
 from spalier.tasks import Task
-from spalier.text import check_integer, first_line, import_optional, table
-from spalier.timing import (
-    CONFIDENCE,
-    MIN_ROUNDS,
-    Call,
-    Clock,
-    describe_machine,
-    finished,
-    interval,
-    quartiles,
-    take_turns,
-)
+from spalier.text import InNotebooks, check_integer, first_line, import_optional, table
+from spalier.timing import CONFIDENCE, MIN_ROUNDS, Call, describe_machine, finished, interval, quartiles, take_turns
 
 Backend = Literal["eager", "compiled", "onnxruntime"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -41,7 +33,7 @@ BASE = "base"
 NO_DIFFERENCE = 0.02
 """A smaller difference is none, as for a budget of latency: it may come from where memory happens to lie."""
 SETTLED = 1.05
-"""An interval that holds 1 and reaches beyond this does not say that a network is no faster."""
+"""An interval that reaches beyond this does not say that a network is no faster."""
 FIXED_SHARE = 0.5
 """From which share on the time that does not grow with the batch is worth a word."""
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -127,7 +119,7 @@ class Comparison:
         text = {
             "faster": f"faster {self.speedup:.2f}x ({span})",
             "slower": f"slower {self.speedup:.2f}x ({span})",
-            "no faster": f"no faster: {self.speedup:.2f}x ({span})",
+            "no faster": f"no faster than {max(self.high or 1, 1):.2f}x: {self.speedup:.2f}x ({span})",
             "not settled": f"not settled: {span}; measure with more rounds, or on a quieter machine",
         }[self.verdict]
         return f"{text}; {self.reason}" if self.reason else text
@@ -155,16 +147,16 @@ def compare(base: Timing, task: Timing, larger: Timing | None = None) -> Compari
 
 
 def verdict_of(low: float, high: float) -> Verdict:
-    """What an interval of the speed-up allows to say.
+    """What an interval of the speed-up allows to say: no faster is what may be faster by a twentieth at most.
 
-    >>> verdict_of(2.9, 3.3), verdict_of(0.97, 1.04), verdict_of(0.8, 0.9), verdict_of(0.7, 3.0)
-    ('faster', 'no faster', 'slower', 'not settled')
+    >>> verdict_of(2.9, 3.3), verdict_of(0.97, 1.04), verdict_of(0.8, 0.9), verdict_of(0.7, 3.0), verdict_of(1.01, 1.04)
+    ('faster', 'no faster', 'slower', 'not settled', 'not settled')
     """
     if low > 1 + NO_DIFFERENCE:
         return "faster"
     if high < 1 - NO_DIFFERENCE:
         return "slower"
-    return "no faster" if high <= SETTLED else "not settled"
+    return "no faster" if low <= 1 and high <= SETTLED else "not settled"
 
 
 def _fixed_time(small: Timing, large: Timing | None) -> str:
@@ -182,7 +174,7 @@ def _fixed_time(small: Timing, large: Timing | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Benchmark:
+class Benchmark(InNotebooks):
     """A base and tasks, measured side by side. Print it."""
 
     timings: tuple[Timing, ...]
@@ -248,7 +240,7 @@ class Benchmark:
 def bench(
     base: nn.Module,
     tasks: Mapping[str, Task] | Sequence[Task],
-    example: Tensor | None = None,
+    example: Inputs | None = None,
     *,
     batches: Sequence[int] = (1, 64),
     backends: Sequence[str] = BACKENDS,
@@ -257,7 +249,7 @@ def bench(
     threads: int | None = None,
     fold: bool = False,
     progress: Callable[[str], None] | None = None,
-    clock: Clock = time.perf_counter,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Benchmark:
     """Latency and throughput of a base and of the networks that tasks make of it, in turns. Print what comes back.
 
@@ -268,8 +260,8 @@ def bench(
     Args:
         base: the network that the tasks were learned on.
         tasks: by name, or with names of their own.
-        example: one sample or more, along the first axis; repeated to make a batch. By default noise of the size
-            that the tasks were learned with.
+        example: one sample or more, along the first axis, as a tensor or a dict of keyword arguments; repeated to
+            make a batch. By default noise of the size, or the number of tokens, that the tasks were learned with.
         batches: how many samples a batch has.
         backends: of "eager", "compiled" and "onnxruntime".
         rounds: how many turns each network has; at least 6, so that there is an interval.
@@ -282,15 +274,15 @@ def bench(
     _check_options(batches, backends, rounds, seconds, threads)
     named = _by_name(tasks)
     example = _noise(base, named) if example is None else example
-    if not isinstance(example, Tensor) or not example.dim() or not len(example):
+    if not tensors_of(example) or not all(isinstance(t, Tensor) and t.dim() and len(t) for t in tensors_of(example)):
         found = f"of shape {tuple(example.shape)}" if isinstance(example, Tensor) else f"a {type(example).__name__}"
         raise ExampleError(f"the example is {found}, expected a tensor of at least one sample (first axis)")
     say = progress or (lambda _: None)
     with _eval_mode(base, threads):
         nets = {BASE: base} | {name: task.build(base, fold=fold) for name, task in named.items()}
-        device = next((p.device for p in base.parameters()), example.device)
+        device = next((p.device for p in base.parameters()), tensors_of(example)[0].device)
         layout = _layout(base, example)
-        first = example.detach().to(device).contiguous(memory_format=layout)
+        first = each(lambda t: t.detach().to(device).contiguous(memory_format=layout), example)
         macs = {name: _macs(net, first) for name, net in nets.items()}
         notes = _notes(nets, first, macs, fold)
         timings: list[Timing] = []
@@ -300,7 +292,8 @@ def bench(
                 if problem:
                     timings += [Timing(name, backend, batch, problem=problem) for name in nets]
                     continue
-                x = first[torch.arange(batch, device=device) % len(first)].contiguous(memory_format=layout)
+                rows = torch.arange(batch, device=device) % len(tensors_of(first)[0])
+                x = each(lambda t, rows=rows: t[rows].contiguous(memory_format=layout), first)  # type: ignore[misc]
                 timings += _measure(nets, backend, x, rounds, seconds, clock, say)
         where = describe_machine(device, torch.get_num_threads())
     timings = [replace(timing, macs=macs[timing.network]) for timing in timings]
@@ -316,58 +309,61 @@ def bench(
 def _measure(
     nets: Mapping[str, nn.Module],
     backend: Backend,
-    x: Tensor,
+    x: Inputs,
     rounds: int,
     seconds: float,
-    clock: Clock,
+    clock: Callable[[], float],
     say: Callable[[str], None],
 ) -> list[Timing]:
     """All networks in turns, in one backend and with one batch; nothing of it stays in memory."""
     calls: dict[str, Call] = {}
     rows: dict[str, Timing] = {}
+    batch = len(tensors_of(x)[0])
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode(), _compiler_settings(backend):
         for number, (name, net) in enumerate(nets.items()):
-            say(f"{backend}, batch {len(x)}: {name} is made ready")
-            row = Timing(name, backend, len(x))
+            say(f"{backend}, batch {batch}: {name} is made ready")
+            row = Timing(name, backend, batch)
             try:
                 calls[name], took = _ready(backend, net, x, Path(folder) / f"{number}.onnx", clock)
                 rows[name] = replace(row, ready_seconds=took)
             except Exception as error:  # whatever a compiler, an exporter or a network raises
                 rows[name] = replace(row, problem=_problem(error))
-        say(f"{backend}, batch {len(x)}: {rounds} rounds")
+        say(f"{backend}, batch {batch}: {rounds} rounds")
         turns = take_turns(calls, rounds=rounds, seconds=seconds, clock=clock)
     for name, (repeats, times) in turns.items():
         rows[name] = replace(rows[name], calls=repeats, seconds=tuple(times))
     return list(rows.values())
 
 
-def _ready(backend: Backend, net: nn.Module, x: Tensor, file: Path, clock: Clock) -> tuple[Call, float]:
+def _ready(backend: Backend, net: nn.Module, x: Inputs, file: Path, clock: Callable[[], float]) -> tuple[Call, float]:
     """A call that computes what the network does, and the seconds until its first output."""
     wanted = _reference(net, x)
-    given = x.clone()  # networks may write into what they get
+    given = each(torch.clone, x)  # networks may write into what they get
     start = clock()
-    call = prepare(backend, net, given, torch.get_num_threads(), file)
-    found = call()
+    ready = prepare(backend, net, given, torch.get_num_threads(), file)
+    found = ready()
     took = clock() - start
-    if not torch.equal(given, x):
-        given.copy_(x)
-        found = call()
-    tolerance = TOLERANCES.get(_dtype(net), 1e-3) * (1 if x.device.type == "cpu" else ACCELERATOR_SLACK)
+    for one, before in zip(tensors_of(given), tensors_of(x), strict=True):
+        if not torch.equal(one, before):
+            one.copy_(before)
+            found = ready()
+    slack = 1 if tensors_of(x)[0].device.type == "cpu" else ACCELERATOR_SLACK
+    tolerance = TOLERANCES.get(_dtype(net), 1e-3) * slack
     if problem := difference(found, wanted, tolerance):
         raise NetworkError(problem)
-    return call, took
+    return ready, took
 
 
 def _dtype(net: nn.Module) -> torch.dtype:
     return next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _reference(net: nn.Module, x: Tensor) -> Any:
+def _reference(net: nn.Module, x: Inputs) -> Any:
     """What the network computes, eager and in float32 or better."""
     if _dtype(net) in (torch.float16, torch.bfloat16):
         net = copy.deepcopy(net).float()
-        x = x.float() if x.is_floating_point() else x
-    return net(x.clone())
+        x = each(lambda t: t.float() if t.is_floating_point() else t, x)
+    return call(net, each(torch.clone, x))
 
 
 def difference(found: Any, wanted: Any, tolerance: float) -> str:
@@ -391,8 +387,6 @@ def difference(found: Any, wanted: Any, tolerance: float) -> str:
 
 def _tensors_of(output: Any) -> list[Tensor]:
     """All tensors of what a network returns, in order."""
-    from torch.utils._pytree import tree_leaves
-
     return [torch.as_tensor(leaf) for leaf in tree_leaves(output) if hasattr(leaf, "shape")]
 
 
@@ -428,20 +422,20 @@ def _obstacle(backend: Backend, device: torch.device) -> str:
     return ""
 
 
-def prepare(backend: Backend, net: nn.Module, x: Tensor, threads: int, file: Path) -> Call:
+def prepare(backend: Backend, net: nn.Module, x: Inputs, threads: int, file: Path) -> Call:
     """A call of a plain network, in eval mode, on a batch; onnxruntime needs a number of threads and a file."""
     if backend == "eager":
-        return finished(lambda: net(x), x.device)
+        return finished(lambda: call(net, x), tensors_of(x)[0].device)
     if backend == "compiled":
         return _compiled(net, x)
     return _onnxruntime(net, x, threads, file)
 
 
-def _compiled(net: nn.Module, x: Tensor) -> Call:
+def _compiled(net: nn.Module, x: Inputs) -> Call:
     """Compiled for this network and this shape alone."""
 
-    def forward(x: Tensor) -> Any:
-        return net(x)
+    def forward(x: Inputs) -> Any:
+        return call(net, x)
 
     # Dynamo keeps what it compiled with the code object of the function. Networks of one class would share a cache,
     # look through each other's entries at every call and, from the ninth on, silently run eager. A code object of
@@ -449,11 +443,11 @@ def _compiled(net: nn.Module, x: Tensor) -> Call:
     forward.__code__ = forward.__code__.replace()
     graphs = _graph_count()
     compiled = torch.compile(forward, dynamic=False)
-    call = finished(lambda: compiled(x), x.device)
-    call()
+    run = finished(lambda: compiled(x), tensors_of(x)[0].device)
+    run()
     if _graph_count() == graphs:
         raise RuntimeError("torch.compile left the network as it is; is TORCH_COMPILE_DISABLE set?")
-    return call
+    return run
 
 
 def _graph_count() -> int:
@@ -477,20 +471,21 @@ def _compiler_settings(backend: Backend) -> Iterator[None]:
         yield
 
 
-def _onnxruntime(net: nn.Module, x: Tensor, threads: int, file: Path) -> Call:
+def _onnxruntime(net: nn.Module, x: Inputs, threads: int, file: Path) -> Call:
     import onnxruntime
 
-    x = x.contiguous()  # the only layout it takes; else every call would pay for a copy
+    x = each(lambda t: t.contiguous(), x)  # the only layout it takes; else every call would pay for a copy
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporter's own libraries
-        torch.onnx.export(net, (x,), str(file), dynamo=True, verbose=False)
+        args, kwargs = ((), x) if isinstance(x, dict) else ((x,), None)
+        torch.onnx.export(net, args, str(file), kwargs=kwargs, dynamo=True, verbose=False)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 3
     # Else the threads of one network go on spinning through the next one's turn.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-    feed = {session.get_inputs()[0].name: x.numpy()}
+    feed = {given.name: t.numpy() for given, t in zip(session.get_inputs(), tensors_of(x), strict=True)}
     return lambda: session.run(None, feed)
 
 
@@ -507,8 +502,11 @@ def _by_name(tasks: Mapping[str, Task] | Sequence[Task]) -> dict[str, Task]:
     return named
 
 
-def _noise(base: nn.Module, tasks: Mapping[str, Task]) -> Tensor:
-    """An image as the tasks were learned with, if they say so."""
+def _noise(base: nn.Module, tasks: Mapping[str, Task]) -> Inputs:
+    """An image, or tokens, as the tasks were learned with, if they say so."""
+    lengths = {task.info.preprocessing.get("tokens") for task in tasks.values()}
+    if len(lengths) == 1 and type(length := lengths.pop()) is int:
+        return tokens(1, length)
     sizes = {task.info.preprocessing.get("size") for task in tasks.values()}
     size = sizes.pop() if len(sizes) == 1 else None
     channels = next((m.in_channels for m in base.modules() if isinstance(m, nn.Conv2d)), None)
@@ -517,27 +515,30 @@ def _noise(base: nn.Module, tasks: Mapping[str, Task]) -> Tensor:
             "there is no example, and the tasks do not tell one size of images; pass example=, "
             "a tensor with one sample or more (on the command line, --shape)"
         )
-    noise = torch.randn(1, channels, size, size, generator=torch.Generator().manual_seed(0))
-    return noise.to(_dtype(base))
+    return torch.randn(1, channels, size, size, generator=torch.Generator().manual_seed(0)).to(_dtype(base))
 
 
-def _layout(net: nn.Module, example: Tensor) -> torch.memory_format:
+def _layout(net: nn.Module, example: Inputs) -> torch.memory_format:
     """The memory layout of a network's weights. A 1x1 weight is contiguous both ways and tells nothing."""
-    last = example.dim() == 4 and any(
-        p.dim() == 4 and not p.is_contiguous() and p.is_contiguous(memory_format=torch.channels_last)
-        for p in net.parameters()
+    last = (
+        isinstance(example, Tensor)
+        and example.dim() == 4
+        and any(
+            p.dim() == 4 and not p.is_contiguous() and p.is_contiguous(memory_format=torch.channels_last)
+            for p in net.parameters()
+        )
     )
     return torch.channels_last if last else torch.contiguous_format
 
 
-def _macs(net: nn.Module, x: Tensor) -> int | None:
+def _macs(net: nn.Module, x: Inputs) -> int | None:
     try:
-        return count(net, x.clone()).macs
+        return count(net, each(torch.clone, x)).macs
     except ExampleError:  # it mixes samples; that it runs at all is seen elsewhere
         return None
 
 
-def _notes(nets: Mapping[str, nn.Module], x: Tensor, macs: Mapping[str, int | None], fold: bool) -> list[str]:
+def _notes(nets: Mapping[str, nn.Module], x: Inputs, macs: Mapping[str, int | None], fold: bool) -> list[str]:
     """What is worth knowing of the networks before they are compared."""
     shapes = {name: _output_shapes(net, x) for name, net in nets.items()}
     notes = [
@@ -548,18 +549,20 @@ def _notes(nets: Mapping[str, nn.Module], x: Tensor, macs: Mapping[str, int | No
     unknown = [name for name, found in macs.items() if found is None]
     if unknown:
         notes.append(f"the MACs of {', '.join(unknown)} cannot be counted for one sample")
+    if isinstance(x, dict):
+        notes.append(f"texts of {tensors_of(x)[0].shape[1]} tokens")
     if fold and len(nets) > 1:
         notes.append("the tasks' batch norms are folded, the base's are not")
     return notes
 
 
 @torch.inference_mode()
-def _output_shapes(net: nn.Module, x: Tensor) -> str:
+def _output_shapes(net: nn.Module, x: Inputs) -> str:
     try:
-        outputs = _tensors_of(net(x.clone()))
+        outputs = _tensors_of(call(net, each(torch.clone, x)))
     except Exception as error:  # whatever the network raises
         raise ExampleError(
-            f"the example of shape {tuple(x.shape)} does not run through the network ({_problem(error)}); "
+            f"the example of {tuple(tensors_of(x)[0].shape)} does not run through the network ({_problem(error)}); "
             "expected a batch that net(example) takes"
         ) from error
     return ", ".join("x".join(map(str, t.shape[1:])) for t in outputs)

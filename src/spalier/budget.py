@@ -32,7 +32,7 @@ from spalier.distributed import from_first_rank
 from spalier.errors import BudgetError, SpalierError
 from spalier.pruning.plan import PRUNED_MARK, Indices, Kept, Plan, Prediction, cuts_of, kept_of, whole
 from spalier.pruning.prune import cut_geometry, prune_
-from spalier.structure.graph import arguments, copied
+from spalier.structure.graph import arguments, copied, hooked
 from spalier.structure.structure import Structure
 from spalier.timing import lower_quartile, take_turns
 
@@ -378,12 +378,8 @@ def _layer_inputs(net: nn.Module, example: Any) -> dict[str, tuple[Any, tuple[in
 
             handles.append(module.register_forward_pre_hook(note))
     args, kwargs = arguments(example)
-    try:
-        with torch.no_grad():
-            net(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked(handles), torch.no_grad():
+        net(*args, **kwargs)
     return found
 
 

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from spalier.adapters.forward import updates
 from spalier.errors import ExampleError
-from spalier.structure.graph import arguments, as_base
-from spalier.text import table
+from spalier.structure.graph import arguments, as_base, hooked
+from spalier.text import InNotebooks, table
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ModuleCount:
 
 
 @dataclass(frozen=True)
-class Count:
+class Count(InNotebooks):
     """What a network holds, learns and computes; prints as a table.
 
     For an adapted network ``parameters``, ``bytes`` and ``macs`` are those of the fused network, which is what will
@@ -105,6 +105,17 @@ def count(net: nn.Module, example: Any = None, *, samples: int | None = None) ->
         raise ExampleError(f"samples is {samples!r}, expected an integer of at least 1")
     macs, normed = _computed(net, args, kwargs)
     return Count(_by_module(net, macs, normed, samples), samples)
+
+
+def print_trainable_parameters(net: nn.Module) -> None:
+    """One line, in the words that users of PEFT know: what learns, and out of how much.
+
+    >>> print_trainable_parameters(nn.Linear(4, 2).requires_grad_(False))
+    trainable params: 0 || all params: 10 || trainable%: 0.00
+    """
+    found = count(net)
+    share = 100 * found.learned / max(found.parameters, 1)
+    print(f"trainable params: {found.learned:,} || all params: {found.parameters:,} || trainable%: {share:.2f}")
 
 
 def _by_module(
@@ -176,15 +187,13 @@ def _computed(
         hooks = [m.register_forward_pre_hook(enter) for m in net.modules()]
         hooks += [m.register_forward_hook(leave) for m in net.modules()]
         try:
-            net(*args, **kwargs)
+            with hooked(hooks):
+                net(*args, **kwargs)
         except Exception as error:  # whatever the network raises, the example does not fit it
             raise ExampleError(
                 f"the example does not run through the network ({type(error).__name__}: {error}); expected a tensor, "
                 "a tuple of positional or a dict of keyword arguments that net(...) takes, on its device"
             ) from error
-        finally:
-            for hook in hooks:
-                hook.remove()
     return macs, normed
 
 

@@ -216,3 +216,22 @@ class TaskFileError(CodedError):
 
     code = "task-file"
     codes = TASK_FILE_CODES
+
+
+REQUEST_CODES = {
+    "token": "the bearer token is missing or wrong",
+    "unknown-task": "the store has no such task",
+    "body": "the body is not what its content type says, or holds no input",
+    "content-type": "a content type that is not taken",
+    "too-large": "more bytes or inputs than the limits allow",
+    "busy": "too many requests are under way",
+    "timeout": "the request took too long",
+}
+"""Why a service refuses a request, by code; codes never change."""
+
+
+class RequestError(CodedError):
+    """A request that a service refuses; ``code`` is one of `REQUEST_CODES`."""
+
+    code = "request"
+    codes = REQUEST_CODES

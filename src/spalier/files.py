@@ -54,8 +54,7 @@ def _check_kind(path: Path, found: os.stat_result) -> None:
         raise TaskFileError("not-regular", f"{shown} is a {kind}, expected a regular file")
     if found.st_nlink > 1:
         raise TaskFileError(
-            "hard-link",
-            f"{shown} has {found.st_nlink} names (hard links), so others may change it; copy it first",
+            "hard-link", f"{shown} has {found.st_nlink} names (hard links), so others may change it; copy it first"
         )
 
 
@@ -98,8 +97,7 @@ def write(path: Path, data: bytes) -> None:
             raise
     except (OSError, ValueError) as error:
         raise TaskFileError(
-            "write",
-            f"{str(path)!a} could not be written: {reason(error)}; what was there before is unchanged",
+            "write", f"{str(path)!a} could not be written: {reason(error)}; what was there before is unchanged"
         ) from error
     try:
         sync_folder(path.parent)

@@ -208,7 +208,7 @@ def load_weights_(
     >>> load_weights_(resnet18(classes=10, stem="cifar"), pretrained.state_dict())
     Loaded(pooled=('conv1.weight',), skipped=('fc.weight', 'fc.bias'))
     """
-    source = read_weights(weights) if isinstance(weights, str | PathLike) else _tensors(weights)
+    source = read_weights(weights)
     own = net.state_dict()
     if any(tensor.is_meta for tensor in own.values()):
         raise WeightsError(
@@ -246,16 +246,18 @@ def load_weights_(
     return Loaded(tuple(pooled), tuple(skipped))
 
 
-def read_weights(path: str | PathLike[str]) -> dict[str, Tensor]:
+def read_weights(path: str | PathLike[str] | Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a file, by name: safetensors, or a PyTorch checkpoint of tensors alone; no code in it ever runs.
 
     A checkpoint may be a state_dict, or hold one under "state_dict" or "model"; names that all begin with "module."
-    lose it.
+    or "_orig_mod." lose it. A state_dict is taken as if it had been read.
 
     >>> read_weights("absent.pth")
     Traceback (most recent call last):
     spalier.errors.WeightsError: no weights file at absent.pth; expected a .safetensors or .pth file
     """
+    if not isinstance(path, str | PathLike):
+        return _tensors(_unwrapped(path))
     file = Path(path)
     if not file.is_file():
         raise WeightsError(f"no weights file at {file}; expected a .safetensors or .pth file")
@@ -287,9 +289,9 @@ def _unwrapped(state: object) -> object:
     for key in ("state_dict", "model"):
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]
-    prefix = "module."  # of DataParallel and DistributedDataParallel
-    if isinstance(state, Mapping) and state and all(str(key).startswith(prefix) for key in state):
-        return {str(key).removeprefix(prefix): value for key, value in state.items()}
+    for prefix in ("module.", "_orig_mod."):  # of DataParallel and DistributedDataParallel; of torch.compile
+        if isinstance(state, Mapping) and state and all(str(key).startswith(prefix) for key in state):
+            state = {str(key).removeprefix(prefix): value for key, value in state.items()}
     return state
 
 

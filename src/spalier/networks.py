@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
+import copy
 import inspect
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
@@ -17,11 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from spalier import models
+from spalier.adapters.geometry import is_norm
 from spalier.errors import ConfigError, NetworkError, TargetError, WeightsError
-from spalier.text import check_integer, first_few, import_optional
+from spalier.text import check_integer, close_names, first_few, first_line, import_optional
 
 _LOG = logging.getLogger("spalier")
 _BUILT_IN = ("resnet8", "resnet20", "resnet18", "resnet34", "resnet50")
+OWN_WEIGHTS = {"resnet20": Path(__file__).parent / "weights" / "resnet20.safetensors"}
+"""The bases that come with the package; the card beside each says what it was learned from."""
 _FORMS = f"{', '.join(_BUILT_IN)}, torchvision:NAME, timm:NAME, hf:NAME or module:function"
 
 
@@ -30,6 +34,7 @@ def open_network(
     *,
     classes: int | None = None,
     weights: str | PathLike[str] | None = None,
+    pretrained: bool = False,
     seed: int = 0,
     **options: Any,
 ) -> nn.Module:
@@ -44,12 +49,17 @@ def open_network(
         classes: how many classes; None for the network's own number.
         weights: a local file: safetensors, or a PyTorch checkpoint of tensors alone. Where it has other classes, the
             classifier keeps its fresh values; what was pooled or skipped is logged.
+        pretrained: load the library's own weights, through its own loader and cache. Those of ``resnet20`` come with
+            Spalier; ResNet-18, -34 and -50 take torchvision's. What ``hf:`` names is pretrained in any case.
         seed: what the network is initialised with; the caller's random state stays as it is.
         options: what else the network's constructor takes.
 
     >>> net = open_network("resnet18", classes=10, stem="cifar")
     >>> net.fc, net.training
     (Linear(in_features=512, out_features=10, bias=True), False)
+    >>> base = open_network("resnet20", classes=3, pretrained=True)
+    >>> looks_untrained(base), looks_untrained(net)
+    (False, True)
     >>> open_network("resnet58")
     Traceback (most recent call last):
     spalier.errors.NetworkError: there is no network 'resnet58'; did you mean resnet8, resnet50, resnet18? Expected
@@ -60,50 +70,138 @@ def open_network(
     for option in ("num_classes", "num_labels"):
         if option in options:
             raise ConfigError(f"{option} is an option of the library's; pass classes=")
-    for option in ("pretrained", "checkpoint_path"):
-        if options.get(option):
-            raise ConfigError(
-                f"{option} lets the library fetch weights as it likes; download them, and pass weights=FILE"
-            )
+    if options.get("checkpoint_path"):
+        raise ConfigError("checkpoint_path lets the library read any file; pass weights=FILE")
+    if pretrained and weights is not None:
+        raise ConfigError("weights and pretrained are both given; expected one of them")
     with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):
         torch.manual_seed(seed)
-        net = _made(name, classes, weights, options)
+        net = _made(name, classes, weights, pretrained, options)
     if not any(tensor.is_meta for tensor in net.state_dict().values()):
         net = net.to("cpu")
     net = net.float().eval()
-    if weights is not None and not name.startswith("hf:"):
-        loaded = models.load_weights_(net, weights, head=_classifiers(net, classes or _class_count(net)))
-        _LOG.info("%s: pooled %s; skipped %s", weights, _listed(loaded.pooled), _listed(loaded.skipped))
+    source = _state(name) if pretrained and name in _BUILT_IN else weights
+    if source is not None and not name.startswith("hf:"):
+        loaded = models.load_weights_(net, source, head=_classifiers(net, classes or _class_count(net)))
+        _LOG.info("%s: pooled %s; skipped %s", weights or name, _listed(loaded.pooled), _listed(loaded.skipped))
     return net
 
 
 # by name
 
 
-def _made(name: str, classes: int | None, weights: str | PathLike[str] | None, options: dict[str, Any]) -> nn.Module:
+def _made(
+    name: str, classes: int | None, weights: str | PathLike[str] | None, pretrained: bool, options: dict[str, Any]
+) -> nn.Module:
     prefix, _, rest = name.partition(":")
     if name in _BUILT_IN:
         return _called(name, getattr(models, name), classes, options)
     if prefix in ("torchvision", "timm") and rest:
-        return _of_library(prefix, rest, classes, options)
+        return _of_library(prefix, rest, classes, pretrained, options)
     if prefix == "hf" and rest:
+        if pretrained and _is_bare(rest):
+            raise WeightsError(f"{rest} has a configuration and no weights; pass weights=FILE, or a name on the hub")
         return _of_transformers(rest, classes, weights, options)
+    if pretrained and rest:
+        raise ConfigError(f"pretrained is for networks of libraries; let {name} load its weights, or pass weights=FILE")
     if rest and prefix not in _BUILT_IN and all(part.isidentifier() for part in prefix.split(".")):
         return _called(name, _function(prefix, rest), classes, options)
     raise NetworkError(f"there is no network {name!r}{_close(name, _BUILT_IN)} Expected {_FORMS}")
 
 
-def _of_library(library: str, model: str, classes: int | None, options: dict[str, Any]) -> nn.Module:
+def _of_library(library: str, model: str, classes: int | None, pretrained: bool, options: dict[str, Any]) -> nn.Module:
     module = "torchvision.models" if library == "torchvision" else "timm"
     found = import_optional(module, f"networks called {library}:NAME", NetworkError)
+    own: dict[str, Any] = {} if classes is None else {"num_classes": classes}
     make = found.get_model if library == "torchvision" else found.create_model
-    own = {} if classes is None else {"num_classes": classes}
+    if pretrained and library == "torchvision":  # with its weights a network has their classes, and no others
+        own, make = {"weights": "DEFAULT"}, partial(_with_classes, found.get_model, classes)
+    elif pretrained:
+        own["pretrained"] = True
     try:
         made: nn.Module = make(model, **own, **options)
-    except (ValueError, RuntimeError, TypeError) as error:
-        close = "" if model in found.list_models() else _close(model, found.list_models()).rstrip(";")
+    except Exception as error:  # libraries, and the internet behind them, raise anything
+        is_known = model.partition(".")[0] in found.list_models()
+        if is_known and pretrained:
+            raise _not_loaded(f"{library}:{model}", library, error) from error
+        if not isinstance(error, ValueError | RuntimeError | TypeError):
+            raise
+        close = "" if is_known else _close(model, found.list_models()).rstrip(";")
         raise NetworkError(f"{library} cannot make {model!r}: {error}{close}") from error
     return made
+
+
+# weights of libraries
+
+
+def _state(name: str) -> PathLike[str] | Mapping[str, Tensor]:
+    """The pretrained weights of a built-in network: our own file, or torchvision's, whose keys ours have."""
+    if name in OWN_WEIGHTS:
+        return OWN_WEIGHTS[name]
+    found = import_optional("torchvision.models", f"the pretrained weights of {name}", NetworkError)
+    if name not in found.list_models():
+        raise WeightsError(f"there are no pretrained weights of {name}; take resnet20, whose come with Spalier")
+    try:
+        state: Mapping[str, Tensor] = found.get_model_weights(name).DEFAULT.get_state_dict(
+            progress=False, check_hash=True
+        )
+    except Exception as error:  # the internet raises anything
+        raise _not_loaded(name, "torchvision", error) from error
+    return state
+
+
+def _with_classes(make: Callable[..., nn.Module], classes: int | None, model: str, **options: Any) -> nn.Module:
+    """A pretrained network of torchvision, with fresh classifiers where it has other classes."""
+    net: Any = make(model, **options)
+    own = _layers(net)[head_of(net)]
+    if classes in (None, own):
+        return net  # type: ignore[no-any-return]
+    for path in _classifiers(net, own):
+        old: Any = net.get_submodule(path)
+        sizes, bias = (old.weight.shape[1], classes), old.bias is not None
+        is_linear = isinstance(old, nn.Linear)
+        net.set_submodule(path, nn.Linear(*sizes, bias) if is_linear else nn.Conv2d(*sizes, 1, old.stride, bias=bias))
+    if hasattr(net, "num_classes"):
+        net.num_classes = classes
+    return net  # type: ignore[no-any-return]
+
+
+def _not_loaded(name: str, library: str, error: Exception) -> WeightsError:
+    """What was tried, and what to do."""
+    cache = str(Path(torch.hub.get_dir()) / "checkpoints")
+    if library != "torchvision":
+        cache = str(import_optional("huggingface_hub.constants", f"weights of {library}", NetworkError).HF_HUB_CACHE)
+    return WeightsError(
+        f"{library} could not load the pretrained weights of {name}: {type(error).__name__}: {first_line(error)}; it "
+        f"looks in its cache {cache} first, and downloads what is not there: go online once, copy the cache here, or "
+        "pass weights=FILE"
+    )
+
+
+def looks_untrained(net: nn.Module) -> bool:
+    """Whether every norm of a network still is as it began: its weights then are noise. False where there are none.
+
+    >>> looks_untrained(models.resnet8()), looks_untrained(nn.Linear(2, 2))
+    (True, False)
+    """
+    norms = [m for m in net.modules() if is_norm(m) and isinstance(m.weight, Tensor) and not m.weight.is_meta]
+    return bool(norms) and all(_is_fresh(norm) for norm in norms)
+
+
+def _is_fresh(norm: Any) -> bool:
+    moved = [getattr(norm, name, None) for name in ("bias", "running_mean")]
+    is_even = bool((norm.weight == norm.weight.reshape(-1)[0]).all())
+    return is_even and not any(tensor is not None and bool(tensor.any()) for tensor in moved)
+
+
+def warn_if_untrained(net: nn.Module, name: str) -> None:
+    """Say loudly that a base knows nothing."""
+    if looks_untrained(net):
+        _LOG.warning(
+            "%s has random weights: the base is frozen noise, and every task has to learn everything by itself; pass "
+            "pretrained=True (--pretrained), or weights (--weights FILE)",
+            name,
+        )
 
 
 def _function(module: str, function: str) -> Callable[..., Any]:
@@ -142,7 +240,7 @@ def _called(name: str, make: Callable[..., Any], classes: int | None, options: d
 
 
 def _close(name: str, known: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    matches = close_names(name, known)
     return f"; did you mean {', '.join(matches)}?" if matches else ";"
 
 
@@ -164,17 +262,16 @@ def _of_transformers(
     source = None if weights is None else models.read_weights(weights)
     own = {} if classes is None else {"num_labels": classes}
     hub = {key: value for key, value in options.items() if key in _OF_THE_HUB}
-    auto = transformers.AutoModelForImageClassification
     try:
-        with _quiet():
+        with quiet_transformers():
             config, unused = transformers.AutoConfig.from_pretrained(
                 name, trust_remote_code=False, return_unused_kwargs=True, **own, **options
             )
             if unused:
                 raise ConfigError(f"hf:{name} has no option {', '.join(unused)}; see its config.json")
-            is_bare = Path(name).is_dir() and not any(f.suffix in _SAVED for f in Path(name).iterdir())
+            auto = _auto_class(transformers, name, config)
             net: Any
-            if source is None and not is_bare:
+            if source is None and not _is_bare(name):
                 net, info = auto.from_pretrained(name, trust_remote_code=False, **hub, **_loading(config))
             else:
                 net, info = auto.from_config(config, trust_remote_code=False), {}
@@ -186,6 +283,44 @@ def _of_transformers(
     made: nn.Module = net
     _check_loaded(name if weights is None else str(weights), made, info)
     return made
+
+
+def _auto_class(transformers: Any, name: str, config: Any) -> Any:
+    """Language models classify texts, all others images, by what the library has a network for."""
+    for auto in (transformers.AutoModelForImageClassification, transformers.AutoModelForSequenceClassification):
+        if type(config) in auto._model_mapping:
+            if getattr(config, "pad_token_id", 0) is None:  # decoders look for the last token that is none
+                config.pad_token_id = config.eos_token_id
+            return auto
+    raise NetworkError(f"hf:{name} is a {config.model_type}, which classifies neither images nor texts")
+
+
+def reads_texts(net: nn.Module) -> bool:
+    """Whether a network of transformers takes tokens."""
+    first = getattr(net, "get_input_embeddings", None)
+    try:
+        return callable(first) and isinstance(first(), nn.Embedding)
+    except (NotImplementedError, AttributeError):  # as some networks of images say
+        return False
+
+
+def name_classes_(net: nn.Module, classes: Sequence[str]) -> None:
+    """Let the configuration of a network of transformers say what its outputs are.
+
+    It becomes the network's own: the base that a task was built on has the same object.
+    """
+    config: Any = copy.copy(getattr(net, "config", None))
+    if not classes or not hasattr(config, "id2label"):
+        return
+    net.config = config
+    config.id2label, config.label2id = dict(enumerate(classes)), {name: i for i, name in enumerate(classes)}
+    if isinstance(getattr(net, "num_labels", None), int):
+        net.num_labels = len(classes)  # type: ignore[assignment]
+
+
+def _is_bare(name: str) -> bool:
+    """Whether a name is a folder with a configuration and no weights."""
+    return Path(name).is_dir() and not any(file.suffix in _SAVED for file in Path(name).iterdir())
 
 
 def _loading(config: Any) -> dict[str, Any]:
@@ -203,7 +338,7 @@ def _check_loaded(name: str, net: nn.Module, info: Mapping[str, Any]) -> None:
     changed = {str(key[0] if isinstance(key, tuple) else key) for key in info.get("mismatched_keys", ())}
     fresh = sorted(changed | set(info.get("missing_keys", ())))
     unused = sorted(info.get("unexpected_keys", ()))
-    heads = tuple(f"{head}." for head in _classifiers(net, _class_count(net)))
+    heads = tuple(f"{head}." for head in (*_classifiers(net, _class_count(net)), *_beside_body(net)))
     wrong = [key for key in fresh if not key.startswith(heads)]
     if wrong:
         raise WeightsError(
@@ -215,7 +350,7 @@ def _check_loaded(name: str, net: nn.Module, info: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Without progress bars and reports of transformers: what matters of them is logged here, or raised."""
     from transformers.utils import logging as theirs
 
@@ -273,6 +408,29 @@ def head_of(net: nn.Module, *, classes: int | None = None) -> str:
         f"the classifier of the {type(net).__name__} is not known, it has {found}; expected one of a known name, or "
         "the last layer: pass head=, a name or several"
     )
+
+
+def known_head(net: nn.Module) -> str | None:
+    """The classifier, where there is one and its name says so."""
+    try:
+        name = head_of(net)
+    except TargetError:
+        return None
+    return name if _classifier_root(name) else None
+
+
+def heads_of(net: nn.Module, *, classes: int | None = None) -> list[str]:
+    """The classifier and all that is new with it: in networks of transformers, every layer outside of the base model.
+
+    A DistilBERT has ``pre_classifier`` before its classifier, a RoBERTa two layers in it.
+    """
+    return _beside_body(net) or [head_of(net, classes=classes)]
+
+
+def _beside_body(net: nn.Module) -> list[str]:
+    body = getattr(net, "base_model_prefix", "")
+    inside = getattr(net, body, net) if body else net
+    return [] if inside is net else [name for name in _layers(net) if not name.startswith(f"{body}.")]
 
 
 def _classifiers(net: nn.Module, classes: int | None) -> list[str]:

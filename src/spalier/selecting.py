@@ -31,6 +31,8 @@ from spalier.text import check_integer
 
 Ranking = Literal["global", "local"]
 Masks = dict[str, Mask]
+_LEAST = 3
+"""Units that every layer keeps where nobody says how many: with one or two nothing much passes."""
 
 
 def select(
@@ -47,7 +49,7 @@ def select(
     writers: Writers = "coupled",
     normalise: Normalise | None = None,
     aggregate: Aggregate = "mean",
-    min_keep: int = 1,
+    min_keep: int | None = None,
     round_to: int = 1,
     protect: str | Sequence[str] | None = None,
     example: Any = None,
@@ -75,7 +77,8 @@ def select(
         aggregate: how the scores of coupled writers become one: their mean, sum or max. A unit of a stream with
             several writers takes a channel from each of them; the mean is what it is worth for each channel. With
             ``macs=`` convolutional networks fare better with the sum (benchmarks/choices.py).
-        min_keep: how many units stay everywhere.
+        min_keep: how many units stay everywhere; by default half of the share that was asked for, of each layer, and
+            three at least, so that no layer collapses while others stay whole; one where that cannot be.
         round_to: widths become multiples of this, 8 or 16 say, or stay whole.
         protect: layers that keep all their channels, names or patterns of modules.
         example: the batch whose latency counts; by default the example that the network was traced with.
@@ -98,18 +101,26 @@ def select(
         raise ConfigError(f"ranking is {ranking!r}, expected 'global' or 'local'")
     if writers not in ("coupled", "free"):
         raise ConfigError(f"writers is {writers!r}, expected 'coupled' or 'free'")
-    check_integer("min_keep", min_keep, 1)
+    if min_keep is not None:
+        check_integer("min_keep", min_keep, 1)
     check_integer("round_to", round_to, 1)
     shares = {"channels": channels, "weights": weights, "macs": macs, "latency": latency}
     budget = _budget(shares, bytes, rank)
     structure = structure_of(net, structure or (scores.structure if scores is not None else None))
     search = _Search(net, Meter(net, structure), ranking, writers, _protected(net, structure, protect))
-    units = Order([], ranking)
-    if scores is not None:
-        units = Order(search.groups(scores, normalise, aggregate, min_keep, round_to), ranking)
-    elif budget is not None and budget[0] != "bytes":
+    if scores is None and budget is not None and budget[0] != "bytes":
         raise PlanError(f"a budget of {budget[0]} needs scores; pass what score returns")
-    plan = search.plan(units, budget, rank, example)
+
+    def plan_with(least: int, share: float = 0.0) -> Plan:
+        groups = [] if scores is None else search.groups(scores, normalise, aggregate, least, share, round_to)
+        return search.plan(Order(groups, ranking), budget, rank, example)
+
+    try:
+        plan = plan_with(_LEAST, _floor(budget)) if min_keep is None else plan_with(min_keep)
+    except BudgetError:  # a floor that nobody asked for is in nobody's way
+        if min_keep is not None:
+            raise
+        plan = plan_with(1)
     assert_same_on_every_rank("the plan", (plan.keep, plan.ranks, plan.writers))
     return plan
 
@@ -129,6 +140,12 @@ def _budget(shares: Mapping[str, float | None], size: int | None, rank: float | 
     if not given and rank is None:
         raise BudgetError("no budget was given; expected channels=, weights=, macs=, latency=, bytes= or rank=")
     return next(iter(given.items()), None)
+
+
+def _floor(budget: tuple[str, float] | None) -> float:
+    """The share of its units that every layer keeps, where the budget is a share itself."""
+    kind, value = budget or ("rank", 0.0)
+    return value / 2 if kind in ("channels", "weights", "macs") else 0.0
 
 
 def _protected(net: nn.Module, structure: Structure, protect: Any) -> set[str]:
@@ -250,6 +267,7 @@ class _Search:
         normalise: Normalise | None,
         aggregate: Aggregate,
         min_keep: int,
+        share: float,
         round_to: int,
     ) -> list[Group]:
         """The units of every stream, or of every free writer, but for those that are protected."""
@@ -263,10 +281,11 @@ class _Search:
                 for name in own
                 if name not in self.protected
             }
-            least = min_keep
+            floor = max(min_keep, math.ceil(share * stream.size))
+            least = floor
             if not own and f"stream:{stream.name}" not in self.protected:
                 value, forced = _of_stream(scores.of(stream.name, normalise, aggregate), scores, number, kept)
-                values, least = {stream.name: value}, max(min_keep, forced)
+                values, least = {stream.name: value}, max(floor, forced)
             multiple = _multiple(structure, stream.name, round_to)
             for name, value in values.items():
                 if not np.array_equal(~np.isnan(value), kept.units(structure, name, self.writers)):

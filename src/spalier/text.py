@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 import statistics
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from html import escape
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -24,21 +26,15 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
 
 _EXTRAS = {
-    "PIL": "spalier[train]",
-    "accelerate": "spalier[train]",
-    "click": "spalier[cli]",
-    "huggingface_hub": "spalier[hub]",
-    "jinja2": "spalier[cli]",
-    "onnx": "spalier[onnx]",
-    "onnxruntime": "spalier[onnx]",
-    "onnxscript": "spalier[onnx]",
-    "ray": "spalier[ray]",
-    "resvg_py": "spalier[report]",
-    "sklearn": "spalier[train]",
-    "tqdm": "spalier[train]",
-    "yaml": "spalier[train]",
+    "cli": ("click", "jinja2"),
+    "hub": ("huggingface_hub",),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "ray": ("ray",),
+    "report": ("resvg_py",),
+    "serve": ("fastapi", "prometheus_client", "python_multipart", "uvicorn"),
+    "train": ("PIL", "accelerate", "sklearn", "tqdm", "yaml"),
 }
-"""What installs a library, where it is not the library's own name."""
+"""What each extra installs, by the names of modules; other libraries are installed by their own names."""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -93,6 +89,33 @@ def first_few(names: Sequence[object], most: int = 5) -> str:
     """
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(printable(name) for name in names[:most]) + more
+
+
+def near(name: object, known: Iterable[str]) -> str:
+    """Names to try in place of one that is not known: those that are close to it, or else the first few.
+
+    >>> near("con1", ["conv1", "fc"]), near("x", ["conv1", "fc"])
+    ("'conv1'", "'conv1', 'fc'")
+    """
+    names = list(dict.fromkeys(known))
+    return ", ".join(map(repr, close_names(name, names) or names[:3])) or "none: there is nothing to name"
+
+
+def close_names(name: object, known: Iterable[str]) -> list[str]:
+    """The names that one may have meant, the closest first; the case of letters does not matter.
+
+    >>> close_names("Taylr", ["taylor", "weight"]), close_names("xyz", ["taylor"])
+    (['taylor'], [])
+    """
+    lower = {each.lower(): each for each in known}
+    return [lower[each] for each in get_close_matches(str(name).lower(), lower, n=3)]
+
+
+class InNotebooks:
+    """What prints well, shown so in a notebook too: nothing of its text becomes HTML."""
+
+    def _repr_html_(self) -> str:
+        return "<pre>" + escape("\n".join(map(clean, str(self).split("\n")))) + "</pre>"
 
 
 def clean(text: str) -> str:
@@ -164,7 +187,7 @@ def import_optional(name: str, purpose: str, error: type[SpalierError] = ConfigE
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] != library:
             raise  # the library is there, but its own installation is broken
-        wanted = _EXTRAS.get(library, library)
+        wanted = next((f"spalier[{extra}]" for extra, names in _EXTRAS.items() if library in names), library)
         raise error(f"{library} is needed for {purpose} and is not installed; pip install '{wanted}'") from missing
     except RuntimeError as broken:
         if "torchvision::" not in str(broken):

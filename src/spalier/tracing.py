@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import itertools
 import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spalier.adapters.attachment import MARK, Changes, owners_of
+from spalier.adapters.calls import Calls, Corrected, fits, left_open
 from spalier.adapters.geometry import plain_tensors
 from spalier.errors import TraceError
 from spalier.pruning.modules import Resize, resized
@@ -39,7 +41,7 @@ from spalier.pruning.prune import Cutter, apply_
 from spalier.pruning.verify import follow_calls
 from spalier.structure.arithmetic import fresh
 from spalier.structure.graph import CAPTURING, RULES, Value, arguments, as_base, module_of, on_device_of, quiet
-from spalier.structure.streams import Extent
+from spalier.structure.streams import Extent, scales_of, views_of
 from spalier.structure.structure import UNUSED, Cache, Freeze, Structure, find, fingerprint, without
 from spalier.text import first_line
 
@@ -77,30 +79,49 @@ def trace(
             "the network is pruned already, and units are counted in its base; use the structure that it was "
             "pruned with"
         )
+    example = _without_cache(net, example)
     with CAPTURING:
         known = None if cache is None else Cache(cache).get(fingerprint(net, example, freeze))
         if known is not None:
             return replace(known, example=example, freeze=freeze)
         structure = find(net, example, freeze)
-        refused, untried = unfollowed(net, structure)
+        refused, untried, wrong = unfollowed(net, structure)
         if refused:
             structure = without(net, structure, refused)
-        structure = replace(structure, untried=untried)
+        structure = replace(structure, untried=untried, **_corrections(structure, wrong))
         if cache is not None:
             Cache(cache).put(structure)
         return structure
+
+
+def _without_cache(net: nn.Module, example: Any) -> Any:
+    """Decoders of transformers return a cache too, unless they are told not to; no graph can return one."""
+    if not getattr(getattr(net, "config", None), "use_cache", False):
+        return example
+    if "use_cache" not in inspect.signature(net.forward).parameters:
+        return example
+    if isinstance(example, Tensor):
+        example = {getattr(net, "main_input_name", "input_ids"): example}
+    return {"use_cache": False, **example} if isinstance(example, Mapping) else example
 
 
 # the dry run
 
 Failure = tuple[str, str]
 """The path of the module that fails, and the reason."""
+Wrong = tuple[str, int, int, int, int, int]
+"""A size that a module's code gets wrong: its path, axes as in `View`, and which of its views of that kind it is.
+
+Of a `Scale` the path, the number of axes, and zeros.
+"""
 
 
-def unfollowed(net: nn.Module, structure: Structure) -> tuple[dict[int, str], str]:
-    """The streams that the network's code cannot lose channels of, and why; and why that could not be found out."""
+def unfollowed(net: nn.Module, structure: Structure) -> tuple[dict[int, str], str, set[Wrong]]:
+    """The streams that the network's code cannot lose channels of, and why; why that could not be found out; and what
+    the code gets wrong, so that it has to be set right."""
     refused: dict[int, str] = {}
     untried = ""
+    wrong: set[Wrong] = set()
     with quiet():
         twin = _Twin(net, structure)
         # a layer that the example passes by may read a stream where the network trains
@@ -112,19 +133,38 @@ def unfollowed(net: nn.Module, structure: Structure) -> tuple[dict[int, str], st
                 untried = untried or found
             else:
                 refused |= found
-    return refused, untried
+                wrong |= twin.wrong
+    return refused, untried, wrong
+
+
+def _corrections(structure: Structure, wrong: set[Wrong]) -> dict[str, Any]:
+    """The right sizes and numbers for what modules' code gets wrong."""
+    captured = structure.captured
+    assert captured is not None
+    views = views_of(captured.walk, captured.assembly, wrong)
+    scales = [s for place in sorted({w[0] for w in wrong}) for s in scales_of(captured.program, place)]
+    return {
+        "views": tuple(views),
+        "scales": tuple(s for s in scales if (s.module, s.axes, 0, 0, 0, 0) in wrong),
+        "grouped": tuple(sorted(captured.walk.grouped)),
+    }
 
 
 def _refused(twin: _Twin, structure: Structure, left: list[int]) -> dict[int, str] | str:
     """Take streams out until the twin runs with fewer units in each of those that are left; or why it never runs."""
     refused: dict[int, str] = {}
     alone: dict[int, Failure | None] = {}
+    runs = False
     while (failure := twin.fails_together(left)) is not None:
-        if not refused and (uncut := twin.fails(())) is not None:
+        if not runs and (uncut := twin.fails(())) is not None:
             if twin.hook_():  # the network's own, which hand states from layer to layer
                 continue
             return f"in training, {uncut[1]}" if twin.training else uncut[1]  # it needs values to run
+        runs = True
         place, reason = failure
+        if twin.correct_(place):
+            alone.clear()
+            continue
         # trying each stream alone takes a run for each, so only those that touch the failing module are tried
         suspects = _suspects(structure, left, place)
         for number in suspects:
@@ -200,6 +240,11 @@ class _Twin:
         follow_calls(self.net, self.running)
         self.skipped = _prepared_(self.net)
         self._uncut: _Noted | None = None
+        self.corrected: dict[str, tuple[tuple[int, float], ...]] = {}
+        """The modules whose calls are set right, and what tensors are scaled with in them."""
+        self.wrong: set[Wrong] = set()
+        """What they got wrong, without some units of all streams."""
+        self.counts: dict[Any, int] = {}
         self.facts = _facts_of_graph(self.captured.program)
         made = tree_leaves(self.captured.program.graph.output_node().args[0])
         values = [node.meta["val"] for node in made if isinstance(node, Node)]
@@ -223,6 +268,7 @@ class _Twin:
         Streams that have too few units to lose different numbers of them are told apart by further runs, each without
         some of them.
         """
+        self.wrong.clear()
         codes = [self.cuts[number][1] for number in streams]
         bits = range(max(codes, default=0).bit_length())
         some = [[n for n, code in zip(streams, codes, strict=True) if code >> bit & 1] for bit in bits]
@@ -239,6 +285,9 @@ class _Twin:
             with self.mode:
                 reduction = Reduction(self.net, self.structure, self.owners, self.whole, left)
                 apply_(reduction, _FakeCutter(None, changes))
+            for path in self.corrected:
+                module = self.net.get_submodule(path)
+                changes.set_(module, "", "forward", partial(_run_correcting, module, self, path, left))
             found = self._run()
         finally:
             changes.undo_()
@@ -248,12 +297,38 @@ class _Twin:
             return None
         if found.outputs != self.outputs:
             return "", "the network's output changes its shape where channels go"
-        return None if self._fits(found, left) else self._misfit(found, left)
+        misfit = None if self._fits(found, left) else self._misfit(found, left)
+        return misfit or self._unlike()
+
+    def _unlike(self) -> Failure | None:
+        """Where views of one kind would have to be set right in unlike ways."""
+        walk, assembly = self.captured.walk, self.captured.assembly
+        known = {(v.module, v.before, v.after, v.open, v.axis) for v in views_of(walk, assembly, self.wrong)}
+        lost = [w for w in self.wrong if w[2] and w[:5] not in known]
+        return (lost[0][0], f"{_code_of(lost[0][0])} makes views of one kind in several ways") if lost else None
+
+    def correct_(self, place: str) -> bool:
+        """Set right what the code of a module asks for, and that of its kind, from now on; False if there is no more.
+
+        What goes wrong in a module often shows in one of its layers only.
+        """
+        modules = {key[0]: self.net.get_submodule(key[0]) for key in self.captured.walk.reshapes}
+        for path in (place, place.rpartition(".")[0]):
+            kind = type(modules.get(path))
+            if path in modules.keys() - self.corrected.keys() and not issubclass(kind, nn.MultiheadAttention):
+                like = [p for p, m in modules.items() if type(m) is kind and "forward" not in m.__dict__]
+                for each in like:
+                    scales = scales_of(self.captured.program, each)
+                    self.corrected[each] = tuple((scale.axes, scale.number) for scale in scales)
+                if path in self.corrected:
+                    return True
+        return False
 
     def _run(self) -> _Noted | Failure:
         """The shapes that the twin makes; or where it fails, and how."""
         args, kwargs = arguments(self.example)
         self.running.clear()
+        self.counts.clear()
         noted = _Noted(self.running)
         try:
             self.net.train()  # what modules cache until they train is made anew
@@ -323,6 +398,41 @@ class _Twin:
     def _left(self, value: Value, left: Kept) -> tuple[int, ...]:
         units = [self.captured.assembly.units_on(value.on(axis)) for axis in range(len(value.shape))]
         return Extent("", value.shape, tuple(units)).left(left.streams)
+
+
+class _Correcting(Corrected):
+    """Gives each view of a module the sizes that the structure says, and notes those that were wrong."""
+
+    def __init__(self, twin: _Twin, place: str, left: Kept) -> None:
+        super().__init__(Calls(scales=twin.corrected[place]))
+        self.twin, self.place, self.left = twin, place, left
+        self.wrong: set[Wrong] = twin.wrong
+
+    def view(self, x: Tensor, sizes: list[int]) -> tuple[int, ...]:
+        kind = x.dim(), len(sizes), left_open(sizes)
+        if self.twin.running[-1] != self.place:  # that of a layer inside
+            return tuple(sizes)
+        # the same views as in the graph, in the same order, however often the module runs
+        number = self.twin.counts[self.place, kind] = self.twin.counts.get((self.place, kind), -1) + 1
+        values = self.twin.captured.walk.reshapes.get((self.place, *kind), [])
+        right = self.twin._left(values[number], self.left) if number < len(values) else tuple(sizes)
+        if kind[2] or not fits(x, sizes):
+            wrong = [axis for axis in range(1, len(sizes) + 1) if sizes[-axis] not in (-1, right[-axis])]
+            self.wrong |= {(self.place, *kind, axis, number) for axis in wrong}
+            for axis in wrong:
+                sizes[-axis] = right[-axis]
+        return tuple(sizes)
+
+    def scale(self, axes: int, number: float) -> float:
+        right = super().scale(axes, number)
+        if right != number:
+            self.wrong.add((self.place, axes, 0, 0, 0, 0))
+        return right
+
+
+def _run_correcting(module: nn.Module, twin: _Twin, place: str, left: Kept, *args: Any, **kwargs: Any) -> Any:
+    with _Correcting(twin, place, left):
+        return type(module).forward(module, *args, **kwargs)
 
 
 def _code_of(place: str) -> str:
@@ -405,7 +515,8 @@ class _Noted(TorchDispatchMode):
         # what is computed from constants alone has values, which the network's code may ask for
         is_constant = bool(given) and not any(isinstance(a, FakeTensor) for a in given)
         with unset_fake_temporarily() if is_constant else nullcontext():
-            out = func(*args, **(kwargs or {}))
+            # the kernel takes more than PyTorch says of it without values
+            out = _grouped(*args[:2]) if func is torch.ops.aten._grouped_mm.default else func(*args, **(kwargs or {}))
         if func in _VIEWS:
             self.views.setdefault(self.running[-1], []).append(_shape(out))
         elif _kind_of(func)[1] and 0 not in (shape := _shape(out)) and shape:  # else it holds nothing of a size
@@ -413,6 +524,10 @@ class _Noted(TorchDispatchMode):
         if facts := _facts(func, args, kwargs or {}, out):
             self.facts.setdefault(self.running[-1], []).extend(facts)
         return out
+
+
+def _grouped(x: Tensor, weights: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], (x @ weights[0]).shape[-1]))
 
 
 _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}

@@ -13,6 +13,7 @@ import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import assert_unchanged, awaken_, snapshot
+from torch import nn
 from trained import EXAMPLE, DigitNet
 
 import spalier as sp
@@ -234,7 +235,7 @@ def test_predictions_come_true_in_all_kinds_of_networks(entry):
     structure = sp.trace(net, example)
     scores = sp.score(net, criterion="random", structure=structure)
     for options in ({}, {"writers": "free"}):
-        assert_comes_true(net, sp.select(net, scores, channels=0.6, **options), example)
+        assert_comes_true(net, sp.select(net, scores, channels=0.6, min_keep=1, **options), example)
 
 
 def test_predictions_come_true_where_one_unit_is_left():
@@ -243,9 +244,41 @@ def test_predictions_come_true_where_one_unit_is_left():
     net, example = entry.make(), entry.example()
     structure = sp.trace(net, example)
     scores = sp.score(net, criterion="random", structure=structure)
-    least = sp.select(net, scores, channels=0.2, ranking="local", structure=structure)
+    least = sp.select(net, scores, channels=0.2, ranking="local", min_keep=1, structure=structure)
     assert min(map(len, least.keep.values())) == 1
     assert_comes_true(net, least, example)
+
+
+# floors
+
+
+def lopsided():
+    """A network whose first layer is worth next to nothing beside its second."""
+    net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    with torch.no_grad():
+        net[0].weight.mul_(1e-3)
+    structure = sp.trace(net, torch.zeros(2, 4))
+    return net, sp.score(net, criterion="weight", structure=structure)
+
+
+def test_no_layer_collapses_unless_that_is_asked_for():
+    net, scores = lopsided()
+    plan = sp.select(net, scores, channels=0.3, normalise="none")
+    assert len(plan.keep["0"]) == 10  # half of 30% of 64, rounded up
+    assert not plan.nearly_gone
+    assert "nearly gone" not in str(plan)
+    asked = sp.select(net, scores, channels=0.3, normalise="none", min_keep=1)
+    assert asked.nearly_gone == {"0": (1, 64)}
+    assert "nearly gone: 0 (1 of 64)" in str(asked)
+    assert "min_keep=4" in asked.warning()
+    assert len(plan.keep["0"]) + len(plan.keep["2"]) == len(asked.keep["0"]) + len(asked.keep["2"])
+
+
+def test_a_floor_that_nobody_asked_for_is_in_nobodys_way():
+    net, scores = lopsided()
+    assert sum(map(len, sp.select(net, scores, channels=0.03).keep.values())) == 3  # less than three of each layer
+    with pytest.raises(BudgetError, match="cannot be reached"):
+        sp.select(net, scores, channels=0.03, min_keep=3)
 
 
 # ranks

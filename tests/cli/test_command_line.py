@@ -1,5 +1,6 @@
 """What all commands have in common: help, exit codes, errors in one line, completion, JSON."""
 
+import io
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import pytest
 
 import spalier as package
 from spalier.cli.commands import LIBRARIES
-from spalier.cli.main import COMMANDS, EXIT_CODES, Console, cli
+from spalier.cli.main import COMMANDS, EXIT_CODES, Console, as_typed, cli
 from spalier.networks import open_network
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,8 +74,33 @@ def test_the_page_shows_the_help_of_every_command(spalier):
     assert text.partition("<!-- commands -->\n\n")[2].partition("\n<!-- /commands -->")[0] == page()
 
 
+def test_the_usual_settings_are_options(spalier, tmp_path, monkeypatch):
+    """They go into the run's settings; a device that is not there is refused before anything is read."""
+    given = ("--epochs", 3, "--batch-size", 16, "--size", 40, "--lr", 0.1, "--seed", 5, "--random", "--device", "tpu:x")
+    called = spalier("train", "--data", "digits", *given, "--folder", tmp_path / "run")
+    assert (called.code, "device is 'tpu:x'" in called.err) == (1, True)
+    seen = {}
+    monkeypatch.setattr(package.TransferPruning, "run", lambda self, *_, **__: seen.update(vars(self)) or 1 / 0)
+    spalier("train", "--data", "digits", *given[:-2], "--folder", tmp_path / "other")
+    wanted = {"epochs": 3, "batch_size": 16, "image_size": 40, "lr": 0.1, "seed": 5, "pretrained": False}
+    assert {name: seen[name] for name in wanted} == wanted
+    spalier("train", "--data", "digits", "--pretrained", "--network", "timm:x", "--folder", tmp_path / "other")
+    assert (seen["network"], seen["pretrained"]) == ("timm:x", True)
+
+
+def test_errors_speak_of_options(spalier, tmp_path):
+    """What Python calls weights=FILE is --weights FILE here."""
+    called = spalier(
+        "train", "--network", "users:net", "--pretrained", "--data", "digits", "--folder", tmp_path / "run"
+    )
+    assert called.code == 1
+    assert "pass --weights FILE" in called.err
+    assert "weights=" not in called.err
+
+
 def test_the_settings_are_listed_by_group(spalier):
-    lines = spalier("train", "--settings").out.splitlines()
+    lines = spalier("train", "--help-settings").out.splitlines()
+    assert spalier("train", "--settings").out.splitlines() == lines  # as it was called first
     assert [line for line in lines if not line.startswith(" ")] == [
         f"{group}:" for group in ("data", "network", "adapter", "pruning", "training", "output")
     ]
@@ -129,6 +155,9 @@ def test_exit_codes_are_documented(spalier):
     ("arguments", "words"),
     [
         (["demonstrate"], "No such command 'demonstrate'"),
+        (["trian"], "No such command 'trian'. Did you mean 'train'"),
+        (["task", "lst"], "No such command 'lst'. Did you mean 'list'"),
+        (["train", "--foldr", "new"], "Did you mean '--folder'"),
         (["train"], "Missing option '--folder'"),
         (["train", "--folder", "new"], "give a CONFIG file, or settings"),
         (["trace", "resnet8"], "Missing option '--shape'"),
@@ -184,6 +213,78 @@ def test_errors_are_one_line(arguments, words, spalier, tmp_path, monkeypatch):
     assert words in lines[0]
     assert lines[0].startswith("spalier: ")
     assert not called.out
+
+
+def test_what_is_typed_is_what_errors_speak_of(spalier, tmp_path):
+    """The library's messages name arguments of functions; a command has options and settings."""
+    folder = ("--folder", tmp_path / "new")
+    for arguments, words, not_words in [
+        (["train", *folder, "--data", "digit"], "folder:PATH", "Data.of"),
+        (["train", *folder, "--set", "criterion=taylr"], "did you mean 'taylor'?", "spalier.criteria"),
+        (["trace", "resnet8", "--shape", "3,8,8", "--option", "num_classes=3"], "pass --classes", "classes="),
+    ]:
+        found = spalier(*arguments).err
+        assert words in found
+        assert not_words not in found.partition("num_classes")[0]
+        assert "  " not in found
+
+
+@pytest.mark.parametrize(
+    ("message", "takes", "shown"),
+    [
+        ("b; pass head=, a name", ["--folder", "--set"], "b; pass --set head=, a name"),
+        ("b; pass head=, a name", ["--folder"], "b; pass head=, a name"),
+        ("build without fold=True", ["--fold"], "build without --fold"),
+        ("or pass data_folder=X", ["--data-folder"], "or pass --data-folder X"),
+        ("pass protect=['a'] to select, or freeze=['a'] to trace, or leave it", ["--set"],
+         "pass --set 'select_options={protect: ['a']}', or leave it"),
+        ("the plain network (detach_ gives it back)", [], "the plain network"),
+        ("has a task 'a' already; pass overwrite=True to replace it", ["--store"],
+         "has a task 'a' already; remove its file first, or name another --store"),
+    ],
+)  # fmt: skip
+def test_arguments_of_functions_become_options(message, takes, shown):
+    assert as_typed(message, takes) == shown
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_colours_are_for_terminals(monkeypatch):
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    shown = {}
+    for kind, out, variables in [
+        ("terminal", Terminal(), {}),
+        ("pipe", io.StringIO(), {}),
+        ("NO_COLOR", Terminal(), {"NO_COLOR": "1"}),
+        ("dumb", Terminal(), {"TERM": "dumb"}),
+        ("JSON", Terminal(), {}),
+    ]:
+        monkeypatch.setattr("sys.stderr", out)
+        monkeypatch.setattr("sys.stdout", out)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        console = Console(as_json=kind == "JSON")
+        console.show("a  faster 2.00x (1.9-2.1x)", {"text": "faster 2.00x"})
+        console.note("by the way")
+        if kind != "JSON":
+            console.fail(1, "config", "spalier: it is wrong")
+        shown[kind] = out.getvalue()
+        for name in variables:
+            monkeypatch.delenv(name)
+    plain = "a  faster 2.00x (1.9-2.1x)\nby the way\nspalier: spalier: it is wrong\n"
+    assert shown["pipe"] == shown["NO_COLOR"] == shown["dumb"] == plain
+    assert click.unstyle(shown["terminal"]) == plain
+    assert [part for part in re.findall(r"\x1b\[([0-9;]+)m", shown["terminal"]) if part != "0"] == [
+        "32",
+        "2",
+        "31",
+        "1",
+    ]
+    assert json.loads(shown["JSON"].partition("\x1b")[0])["text"] == "faster 2.00x"
 
 
 def test_an_empty_folder_is_an_empty_store(spalier, tmp_path):
@@ -410,7 +511,7 @@ def test_env_shows_what_is_installed_and_what_is_missing(spalier, monkeypatch):
     assert called.json["libraries"]["numpy"] == real("numpy")
     assert called.json["libraries"]["ray"] is None
     text = spalier("env").out
-    assert re.search(r"^ray +missing +sweeps on a cluster +pip install 'spalier\[ray\]'$", text, re.MULTILINE)
+    assert re.search(r"^ray +missing +sweeps and services on a cluster +pip install 'spalier\[ray\]'$", text, re.MULTILINE)
     assert f"torch: {called.json['torch']}" in text
     assert called.json["threads"] >= 1
 

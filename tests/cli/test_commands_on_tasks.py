@@ -1,13 +1,19 @@
 """Commands on a run and its tasks; each result is held to what the library itself says."""
 
+import hashlib
 import json
+import pickle
 import shutil
+import zipfile
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
-from safetensors.torch import load_file
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from support import tiny_cnn
 
 from spalier.networks import open_network
 from spalier.tasks import Store, Task
@@ -117,6 +123,8 @@ def test_list_info_verify(ran, half, spalier, tmp_path):
         (name, (ran / f"tasks/{name}.task.safetensors").stat().st_size) for name in sorted(Store(ran / "tasks"))
     ]
     assert "a mix like these 2 tasks" in spalier("task", "list", ran).out
+    shares = [entry["info"]["density"]["channels"] for entry in listed]
+    assert shares == sorted(shares, reverse=True)
     info = spalier("task", "info", half, "--json").json
     assert info["learned"] == rows(ran)[1]["learned"]
     assert info["bytes"] == half.stat().st_size
@@ -130,6 +138,34 @@ def test_list_info_verify(ran, half, spalier, tmp_path):
     wrong = spalier("task", "verify", half, "--base", "resnet8", "--option", "width=8", "--classes", "7", "--json")
     assert wrong.json["tasks"][0]["code"] == "base-values"
     assert wrong.code == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("cat.jpg", "is a JPEG image, expected a task file"),
+        ("cat.png", "is a PNG image"),
+        ("cat.webp", "such as a WebP image"),
+        ("net.pt", "is a zip archive, as torch.save writes"),
+        ("net.pkl", "is a pickle"),
+        ("net.safetensors", "is safetensors of 15 tensors ("),
+    ],
+)
+def test_what_is_no_task_is_called_what_it_is(name, words, spalier, tmp_path):
+    path, net = tmp_path / name, tiny_cnn()
+    if name.startswith("cat"):
+        Image.new("RGB", (8, 8)).save(path)
+    elif name.endswith("pkl"):
+        path.write_bytes(pickle.dumps([1]))
+    elif name.endswith("pt"):
+        torch.save(net.state_dict(), path)
+    else:
+        save_file(net.state_dict(), path)
+    called = spalier("task", "info", path)
+    assert called.code == 1
+    assert words in called.err
+    assert str(path) in called.err
+    assert "Task.save" not in called.err
 
 
 def test_a_broken_file_of_a_run_leaves_the_others_alone(ran, spalier, tmp_path):
@@ -233,12 +269,76 @@ def test_export(ending, half, base, spalier, tmp_path):
     assert called.json["difference"] < 1e-4
     assert out.stat().st_size == called.json["bytes"]
     wanted = Task.load(half).build(base)(IMAGES).numpy()
+    sha256 = hashlib.sha256(half.read_bytes()).hexdigest()
     if ending == "onnx":
+        said = {prop.key: prop.value for prop in onnx.load(out).metadata_props}
+        assert json.loads(said["spalier.classes"]) == list("0123456789")
+        assert json.loads(said["spalier.preprocessing"]) == Task.load(half).info.preprocessing
+        assert (said["spalier.task"], said["spalier.sha256"]) == ("digits-50", sha256)
         session = onnxruntime.InferenceSession(str(out), providers=["CPUExecutionProvider"])
         found = session.run(None, {session.get_inputs()[0].name: IMAGES.numpy()})[0]
         np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4)
     if ending == "pt2":
-        np.testing.assert_allclose(torch.export.load(out).module()(IMAGES).numpy(), wanted, rtol=1e-3, atol=1e-4)
+        extra = {"spalier.json": ""}
+        loaded = torch.export.load(out, extra_files=extra)
+        np.testing.assert_allclose(loaded.module()(IMAGES).numpy(), wanted, rtol=1e-3, atol=1e-4)
+        assert json.loads(extra["spalier.json"])["sha256"] == sha256
+
+
+def test_a_program_does_not_hold_the_sample_that_it_was_made_with(half, spalier, tmp_path):
+    shape = (2, 3, 8, 8)
+    assert spalier("task", "export", half, "-o", tmp_path / "net.pt2").code == 0
+    torch.manual_seed(0)
+    sample = torch.randn(shape).numpy().tobytes()
+    with zipfile.ZipFile(tmp_path / "net.pt2") as archive:
+        held = b"".join(archive.read(name) for name in archive.namelist())
+    assert sample[:64] not in held
+    program = torch.export.load(tmp_path / "net.pt2")
+    assert program.example_inputs is None
+    assert program.module()(torch.zeros(5, *shape[1:])).shape == (5, 10)
+    # what torch.export does by itself, so that the search above is one that can find something
+    torch.manual_seed(0)
+    with_sample = torch.export.export(torch.nn.Flatten(), (torch.randn(shape),))
+    torch.export.save(with_sample, tmp_path / "other.pt2")
+    with zipfile.ZipFile(tmp_path / "other.pt2") as archive:
+        assert any(sample[:64] in archive.read(name) for name in archive.namelist())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["onnx", "executorch"])
+@torch.no_grad()
+def test_all_tasks_go_into_a_folder_with_a_manifest(to, ran, base, spalier, tmp_path):
+    """Each is run by its runtime from what the manifest says alone."""
+    called = spalier("-q", "task", "export", ran, "--to", to, "-o", tmp_path / "edge", "--json")
+    assert called.code == 0, called.err
+    manifest = json.loads((tmp_path / "edge/manifest.json").read_text())
+    assert [entry["task"] for entry in manifest["tasks"]] == ["digits-100", "digits-50"]
+    for entry in manifest["tasks"]:
+        path = tmp_path / "edge" / entry["file"]
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == entry["sha256"]
+        file = ran / "tasks" / f"{entry['task']}.task.safetensors"
+        assert hashlib.sha256(file.read_bytes()).hexdigest() == entry["task_sha256"]
+        assert entry["classes"] == list(map(str, range(10)))
+        assert entry["metrics"]["accuracy"] > 0
+        image = torch.randn(1, *entry["input"][1:])
+        wanted = Task.load(file).build(base)(image)
+        if to == "onnx":
+            session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+            found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: image.numpy()})[0])
+        else:
+            from executorch.runtime import Runtime
+
+            (found,) = Runtime.get().load_program(path).load_method("forward").execute([image])
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_a_folder_of_exports_says_what_cannot_be(ran, spalier, tmp_path):
+    (tmp_path / "bad.task.safetensors").write_bytes(b"garbage")
+    called = spalier("task", "export", tmp_path, "--base", ran, "--to", "onnx", "-o", tmp_path / "edge", "--json")
+    assert called.code == 3
+    (entry,) = json.loads((tmp_path / "edge/manifest.json").read_text())["tasks"]
+    assert entry["error"].startswith("truncated")
+    assert "pass --to" in spalier("task", "export", "a", "b", "-o", "x.onnx").err
 
 
 def test_an_export_that_computes_something_else_is_not_written(half, spalier, tmp_path, monkeypatch):
@@ -293,3 +393,50 @@ def test_sweep_and_a_run_of_it_that_fails(ran, spalier, tmp_path):
     assert called.code == 0, called.err
     assert [row["rank"] for row in called.json["rows"]] == [1, 2]
     assert "--over is missing" in spalier("sweep", config, "--folder", tmp_path / "t").err
+
+
+def test_a_checkpoint_becomes_a_task(base, tmp_path, spalier):
+    torch.manual_seed(0)
+    state = {k: v + 0.02 * torch.rand_like(v) if v.is_floating_point() else v for k, v in base.state_dict().items()}
+    torch.save(state, tmp_path / "tuned.pth")
+    torch.save(base.state_dict(), tmp_path / "base.pth")
+    out = tmp_path / "tuned.task.safetensors"
+    network = ("--base", "resnet8", "--classes", 10, "--weights", tmp_path / "base.pth", "--option", "width=8")
+    command = ("task", "from-checkpoint", tmp_path / "tuned.pth", *network, "-o", out, "--code", "spdelta-2bit")
+    made = spalier(*command, "--data", "digits", "--samples", 64, "--json")
+    assert made.code == 0, made.err
+    assert made.json["bytes"] == out.stat().st_size
+    task = Task.load(out)
+    assert (task.name, task.info.classes[:2]) == ("tuned", ("0", "1"))
+    assert task.info.metrics == made.json["metrics"]
+    assert set(task.info.metrics) == {"accuracy", "accuracy of the checkpoint"}
+    assert {row["code"] for row in made.json["layers"]} == {"SPDelta(bits=2)"}
+    wanted = open_network("resnet8", classes=10, width=8)
+    wanted.load_state_dict(state)
+    assert "output missing" in spalier(*command[:-1], "spdelta-8bit").out  # without data, so norms stay as they are
+    torch.testing.assert_close(Task.load(out).build(base)(IMAGES), wanted(IMAGES), rtol=0.02, atol=0.02)
+    for wrong, words in (
+        (command[:3] + command[-4:], "--base is missing"),
+        ((*command[:-1], "zip"), "expected names"),
+    ):
+        called = spalier(*wrong)
+        assert called.code in (1, 2)
+        assert words in called.err
+    assert "NAME.task.safetensors" in spalier(*command[:-4], "-o", tmp_path / "a.zip").err
+
+
+def test_loras_come_and_go(base, tmp_path, spalier):
+    import spalier as sp
+
+    net = open_network("resnet8", classes=10, width=8)
+    net.load_state_dict(base.state_dict())
+    sp.attach_(net, sp.SPLoRA(rank=2, init_range=0.1), head="fc")
+    wanted = net.eval()(IMAGES)
+    Task.of(net, "lora").save(tmp_path / "lora.task.safetensors")
+    torch.save(base.state_dict(), tmp_path / "base.pth")
+    assert spalier("task", "to-peft", tmp_path / "lora.task.safetensors", tmp_path / "peft").code == 0
+    network = ("--base", "resnet8", "--classes", 10, "--weights", tmp_path / "base.pth", "--option", "width=8")
+    back = tmp_path / "back.task.safetensors"
+    called = spalier("task", "from-peft", tmp_path / "peft", *network, "-o", back, "--json")
+    assert called.code == 0, called.err
+    torch.testing.assert_close(Task.load(back).build(base)(IMAGES), wanted, rtol=1e-4, atol=1e-5)

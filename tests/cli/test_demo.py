@@ -8,12 +8,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 
-from spalier.cli.demo import BATCH_SIZE, CODES, DENSITIES, TASKS
+from spalier.cli.demo import BATCH_SIZE, CODES, DENSITIES, TASKS, _verdict
 from spalier.cli.main import main
-from spalier.models import read_weights
-from spalier.networks import open_network
+from spalier.networks import OWN_WEIGHTS, open_network
 from spalier.tasks import Store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,22 +51,53 @@ def test_every_figure_is_one_that_was_measured(folder, said):
     for files in ("runs/*/tasks", "tasks"):
         sizes = sorted(path.stat().st_size for path in folder.glob(f"{files}/*.safetensors"))
         assert sorted(row["bytes"] for row in said["rows"]) == sizes
-    assert said["base"]["bytes"] == (folder / "base.safetensors").stat().st_size
+    assert said["base"]["bytes"] == OWN_WEIGHTS["resnet20"].stat().st_size
 
 
 @pytest.mark.slow
 def test_what_was_learned_is_worth_something(said):
-    assert said["base"]["accuracy"] > 0.9
-    assert min(row["accuracy"] for row in said["rows"]) > 0.8
+    assert min(row["accuracy"] for row in said["rows"]) > 0.7
+    assert min(row["accuracy"] for row in said["rows"] if row["channels"] == 1) > 0.85
     wide, narrow = ([row["bytes"] for row in said["rows"] if row["code"] == code] for code in CODES)
     assert all(2 * few < many for few, many in zip(narrow, wide, strict=True))
 
 
 @pytest.mark.slow
+def test_the_ways_are_sums_of_what_was_measured(folder, said):
+    """A network for each task, fine-pruning alone, and one base with narrow files: nothing is left out of the bytes."""
+    tuned, pruned, narrow = said["ways"]
+    last = [row for row in said["rows"] if abs(row["channels"] - DENSITIES[-1]) < 0.05]
+    for way, code, base in ((pruned, "wide", 0), (narrow, "spdelta-2bit", said["base"]["bytes"])):
+        rows = [row for row in last if row["code"] == code]
+        assert len(rows) == len(TASKS)
+        assert way["bytes"] == base + sum(row["bytes"] for row in rows)
+        assert way["accuracy"] == pytest.approx(sum(row["accuracy"] for row in rows) / len(rows))
+    assert tuned["bytes"] == len(TASKS) * sum(v.nbytes for v in open_network("resnet20").state_dict().values())
+    assert narrow["bytes"] < tuned["bytes"]
+
+
+def test_the_verdict_says_who_is_ahead():
+    """Its words follow from the figures, in both directions."""
+    ways = [
+        {"accuracy": 0.95, "bytes": 3_000_000, "bytes_of_a_task": 60_000, "speed_up": 1.0},
+        {"accuracy": 0.94, "bytes": 90_000, "bytes_of_a_task": 30_000, "speed_up": 2.0},
+        {"accuracy": 0.93, "bytes": 630_000, "bytes_of_a_task": 10_000, "speed_up": 2.0},
+    ]
+    text = _verdict({"ways": ways, "base": {"bytes": 600_000}})
+    assert "3 tasks and the base in 630 kB instead of 3 MB, 2.0 x as fast, 2.0 points lower" in text
+    assert "for fewer than 30 such tasks" in text
+    assert "1.0 points ahead" in text
+    ways[2] |= {"accuracy": 0.96, "bytes_of_a_task": 30_000}
+    text = _verdict({"ways": ways, "base": {"bytes": 600_000}})
+    assert "1.0 points higher" in text
+    assert "in bytes" in text
+    assert "2.0 points behind" in text
+
+
+@pytest.mark.slow
 def test_all_tasks_are_for_the_one_base(folder):
-    base = open_network("resnet8", classes=4, weights=folder / "base.safetensors", width=48)
+    base = open_network("resnet20", pretrained=True)
     assert all(entry.is_sound for entry in Store(folder / "tasks").verify(base))
-    assert all(bool(torch.isfinite(value).all()) for value in read_weights(folder / "base.safetensors").values())
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def masked_copy(plain, structure, kept):
         for module in net.modules():
             if isinstance(module, ParametrizationList) and hasattr(module, "original1"):
                 _give_lengths_(module)
-    paths = dict(net.named_modules())
+    paths = dict(net.named_modules(remove_duplicate=False))
     for path in {extent.module for extent in structure.extents if len(extent.sizes) == 1}:
         if isinstance(paths[path], nn.modules.conv._ConvNd):  # a standardised weight
             return None

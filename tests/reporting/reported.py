@@ -66,6 +66,7 @@ def write_run(
     config = TransferPruning(
         **{
             "network": "tiny:net",
+            "method": "splora",
             "name": "birds",
             "data": "digits",
             "densities": tuple(densities[1:]),

@@ -155,6 +155,17 @@ def test_choosing_a_point_shows_its_task(browser, pages):
         browser.execute_script("scrollTo(0, 0)")
 
 
+def test_the_summary_leads_to_each_task(browser, pages):
+    look(browser, pages["run"])
+    assert shown(browser) == ["birds-25"]  # the last density
+    for name in ("birds-100", "birds-50"):
+        button = browser.find_element(By.CSS_SELECTOR, f'#summary button[data-task="run/{name}"]')
+        assert button.text == name
+        button.send_keys(Keys.ENTER)
+        assert shown(browser) == [name]
+    assert complaints(browser) == []
+
+
 def test_points_that_lie_on_each_other_are_all_reached(browser, tmp_path):
     for method in ("splora", "fine-pruning"):
         write_run(tmp_path / method, method=method, extras=False, accuracies=[0.9, 0.8, 0.7])

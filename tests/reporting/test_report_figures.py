@@ -17,7 +17,7 @@ from reported import HOSTILE, write_run
 
 import spalier as sp
 from spalier.errors import ConfigError
-from spalier.reporting.comparisons import bytes_figures
+from spalier.reporting.comparisons import accuracy_figures, bytes_figures
 from spalier.reporting.draw import Axis, Dot, Figure, Line, Panel, has_leaves, leaf_paths, to_svg
 from spalier.reporting.load import ReportData, Run, TaskResult, load
 from spalier.reporting.page import PNG_SCALE, all_figures, export, report, standalone, to_csv
@@ -286,6 +286,17 @@ def test_cells_are_no_formulas():
     assert head == ["'=name", "number"]
     assert [row[0] for row in back] == [*(f"'{name}" for name in names[:5]), "'\ufffdx", *names[6:]]
     assert {row[1] for row in back} == {"-1.5"}
+
+
+def test_figures_of_one_task_share_their_accuracies(tmp_path):
+    """Also where a figure lacks the task that is at an end of the axis."""
+    write_run(tmp_path / "r", extras=False, accuracies=[0.9, 0.5, 0.1])
+    path = tmp_path / "r" / "blocks" / "02.json"
+    block = json.loads(path.read_text())
+    path.write_text(json.dumps({**block, "row": {**block["row"], "latency_ms": None}}))
+    found = [figure.panels[0] for figure in accuracy_figures(load(tmp_path / "r"))]
+    assert [len([m for m in panel.marks if isinstance(m, Dot)]) for panel in found] == [3, 3, 3, 2]
+    assert len({(panel.y.low, panel.y.high, panel.y.ticks) for panel in found}) == 1
 
 
 def test_panels_of_one_task_share_their_accuracies(tmp_path):

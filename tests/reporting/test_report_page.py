@@ -12,10 +12,13 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from reported import HOSTILE, write_run
+from sklearn.metrics import f1_score
 
+import spalier
 from spalier.errors import ConfigError
-from spalier.reporting.load import load
-from spalier.reporting.page import escaped_json, report, resource, totals
+from spalier.reporting.load import load, macro_f1
+from spalier.reporting.page import escaped_json, report, resource, summary
+from spalier.text import byte_size
 
 
 class Parts(HTMLParser):
@@ -118,26 +121,92 @@ def test_a_run_without_a_block_has_a_page(tmp_path):
     assert 'id="learning"' in text  # its epochs are there already
 
 
-def heads(path):
-    found = load(path)
-    return dict(totals(found)), found
+def table(path):
+    """The rows of the summary, each by its columns."""
+    head, *rows = summary(load(path))
+    return [dict(zip(head, row, strict=True)) for row in rows]
 
 
-def test_the_head_gives_means_at_the_ends_and_no_best(tmp_path):
+def test_the_summary_gives_means_over_seeds_and_no_best(tmp_path):
     for seed, accuracies in enumerate(([0.9, 0.95, 0.5], [0.8, 0.99, 0.7])):
         write_run(tmp_path / f"{seed}", seed=seed, extras=False, accuracies=accuracies)
         write_run(tmp_path / f"f{seed}", seed=seed, extras=False, method="fine-pruning", accuracies=[1.0] * 3)
-    found, _ = heads(tmp_path)
-    assert found["test accuracy at 100%, SPLoRA-8, mean of 2 seeds"] == "85.0%\u00a0±\u00a07.1"
-    assert found["test accuracy at 25%, SPLoRA-8, mean of 2 seeds"] == "60.0%\u00a0±\u00a014.1"
-    assert not any("best" in word for word in found)
-    assert not any("99" in value or "100.0" in value for value in found.values())
+    base, *rows = table(tmp_path)
+    assert base["task"] == "the base, in float32"
+    assert [(row["method"], row["density"]) for row in rows] == [
+        (method, density) for method in ("SPLoRA", "fine-pruning") for density in ("100%", "50%", "25%")
+    ]
+    assert [row["test accuracy"] for row in rows] == [
+        *("85.0%\u00a0±\u00a07.1", "97.0%\u00a0±\u00a02.8", "60.0%\u00a0±\u00a014.1"),
+        *["100.0%\u00a0±\u00a00.0"] * 3,
+    ]
+    assert rows[0]["task"] == "birds-100, mean of 2 seeds"
+    assert not any("best" in cell for row in rows for cell in row.values())
 
 
-def test_accuracies_of_several_tasks_have_no_head(tmp_path):
-    for data in ("digits", "cifar10"):
-        write_run(tmp_path / data, data=data, extras=False)
-    assert list(heads(tmp_path)[0]) == ["in 6 task files", "the base, in float32"]
+def test_the_summary_holds_what_the_run_measured(tmp_path):
+    written = write_run(tmp_path / "r")
+    base, *rows = table(tmp_path / "r")
+    data = load(tmp_path / "r")
+    whole = data.tasks[0].numbers["base"]
+    assert base["file"] == byte_size(whole)
+    assert "method" not in base  # it is the same for all
+    for row, wanted, result in zip(rows, written, data.tasks, strict=True):
+        assert row["task"] == wanted["task"]
+        assert row["test accuracy"] == f"{100 * wanted['test']:.1f}%"
+        assert row["file"] == byte_size(wanted["bytes"])
+        assert row["of the base's bytes"] == f"{100 * wanted['bytes'] / whole:.1f}%"
+        assert row["of its MACs"] == f"{100 * wanted['macs']:.1f}%"
+        assert float(row["latency, ms"]) == pytest.approx(wanted["latency_ms"], abs=0.01)
+        assert row["F1 (macro)"] == f"{100 * result.numbers['test_f1']:.1f}%"
+
+
+def test_the_summary_leaves_out_what_nobody_measured(tmp_path):
+    write_run(tmp_path / "r", latency=False, extras=False)
+    for path in (tmp_path / "r" / "blocks").glob("*.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "confusion": None}))
+    assert not {"latency, ms", "F1 (macro)"} & set(table(tmp_path / "r")[0])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_f1_is_that_of_scikit_learn(seed):
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 5, (6, 6)) * (rng.random((6, 6)) < 0.4)
+    counts[seed], counts[:, seed] = 0, 0  # a class that neither occurs nor is predicted
+    truth, guess = (np.repeat(axis.ravel(), counts.ravel()) for axis in np.indices(counts.shape))
+    wanted = f1_score(truth, guess, average="macro", zero_division=0)
+    assert macro_f1(counts.tolist()) == pytest.approx(wanted, abs=1e-12)
+    assert macro_f1([[0, 0], [0, 0]]) is None
+
+
+def test_the_page_begins_with_the_last_density_whatever_its_accuracy(tmp_path):
+    write_run(tmp_path / "r", accuracies=[0.99, 0.9, 0.1])
+    text = report(tmp_path / "r").read_text("utf-8")
+    (said,) = (json.loads(data) for given, data in Parts(text).scripts if given.get("type") == "application/json")
+    assert said["tasks"][said["start"]]["key"] == "r/birds-25"
+    assert text.index('id="summary"') < text.index('id="accuracy"') < text.index('id="tasks"')
+
+
+def test_machine_and_versions_are_named(tmp_path):
+    write_run(tmp_path / "r")
+    path = tmp_path / "r" / "blocks" / "00.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "machine": {"cpu": "<b>Fast</b>", "threads": 2}}))
+    text = report(tmp_path / "r").read_text("utf-8")
+    assert "machine: <bdi>cpu &lt;b&gt;Fast&lt;/b&gt;, threads 2</bdi>" in text
+    assert f"versions: <bdi>spalier {spalier.__version__}, torch " in text
+
+
+def test_no_figure_stands_beside_a_blank_half(tmp_path):
+    """Figures that take half a page come in pairs."""
+    for name, latency in (("three", False), ("four", True)):
+        write_run(tmp_path / name, latency=latency)
+        text = report(tmp_path / name).read_text("utf-8")
+        for place in ("accuracy", "bytes"):
+            section = text.partition(f'<section id="{place}">')[2].partition("</section>")[0]
+            kinds = re.findall(r'<figure id="[^"]+" class="(\w+)"', section)
+            assert kinds.count("plate") % 2 == 0
+            assert len(kinds) == {"threeaccuracy": 3, "fouraccuracy": 4}.get(name + place, 2)
+        assert '<figure id="learning" class="wide"' in text
 
 
 def test_words_are_plain(hostile):

@@ -13,6 +13,7 @@ from spalier.runs import TransferPruning
 NETWORK = "running:small"
 QUICK = {
     "network": NETWORK,
+    "method": "splora",
     "max_train_samples": 200,
     "epochs": 2,
     "epochs_per_prune": 1,

@@ -14,7 +14,7 @@ import spalier as sp
 from spalier.criteria.score import score
 from spalier.data import open_data
 from spalier.pruning.plan import Plan
-from spalier.runs.learning import _counts, example_images, score_histograms
+from spalier.runs.learning import _counts, examples, score_histograms
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_examples_are_the_surest_of_each_kind():
     data = open_data("digits", classes=list("012"), max_train_samples=60)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 3)).eval()
-    found, png = example_images(net, data.test, lambda images: images, 16)
+    found, png = examples(net, data.test, lambda images: images, 16)
     images, labels = data.test.fetch(np.arange(len(data.test)), None)
     probabilities = net(images).softmax(1).detach()
     for right in (False, True):
@@ -110,7 +110,7 @@ def test_samples_that_are_no_images_have_no_examples():
         def fetch(self, indices, epoch):
             return torch.zeros(4, 7), torch.zeros(4, dtype=torch.long)
 
-    assert example_images(nn.Linear(7, 2), Rows(), lambda x: x, 2) is None
+    assert examples(nn.Linear(7, 2), Rows(), lambda x: x, 2) is None
 
 
 def test_classes_at_the_end_of_a_large_part_are_seen_too():
@@ -127,7 +127,7 @@ def test_classes_at_the_end_of_a_large_part_are_seen_too():
             return torch.rand(len(indices), 3, 4, 4), torch.from_numpy(self.labels[indices])
 
     net = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
-    found, _ = example_images(net.eval(), Sorted(), lambda x: x, 64)
+    found, _ = examples(net.eval(), Sorted(), lambda x: x, 64)
     assert {item["label"] for item in found["items"]} == {0, 1, 2}
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from spalier import TransferPruning
 from spalier.errors import ConfigError
-from spalier.runs.settings import RATES, RECIPES
+from spalier.runs.recipes import RATES, RECIPES
 
 
 def test_the_papers_recipe():
@@ -33,7 +33,7 @@ def test_settings_win_over_recipes():
         config = TransferPruning(recipe=recipe, epochs=3, lr=0.5, densities=(0.4,))
         assert (config.epochs, config.lr, config.targets()) == (3, 0.5, (0.4,))
     assert TransferPruning(final_density=0.1, schedule="agp", prune_steps=2).targets() == (0.2125, 0.1)
-    assert TransferPruning(method="fine-pruning").lr < TransferPruning().lr
+    assert TransferPruning(method="fine-pruning").lr < TransferPruning(method="splora").lr
 
 
 def test_changes_follow_the_recipe_again():

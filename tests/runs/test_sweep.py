@@ -20,7 +20,7 @@ from running import Small, outcome, quick
 from spalier.errors import ConfigError, RunError
 from spalier.runs import Sweep, TransferPruning
 from spalier.runs.checkpoint import RunFolder
-from spalier.runs.settings import RATES
+from spalier.runs.recipes import RATES
 from spalier.runs.sweep import Summary, SweepResults, _on_ray
 
 ROOT = Path(__file__).parents[2]

@@ -84,10 +84,14 @@ def test_head_sizes_stay_where_attention_scales_by_them():
     assert "blocks.0.attn.qkv#2" not in structure.index
 
 
-def test_code_with_sizes_of_its_own_is_frozen_and_listed():
-    entry = zoo.by_name("made/constant_view")
+@pytest.mark.parametrize(("name", "views"), [("constant_view", 1), ("constant_groups", 1), ("borrowers", 8)])
+def test_views_with_sizes_of_their_own_are_set_right(name, views):
+    entry = zoo.by_name(f"made/{name}")
     structure = sp.trace(entry.make(), entry.example())
-    assert any("does not follow" in f.reason for f in structure.frozen)
+    assert len(structure.views) == views
+    assert not any("does not follow" in f.reason for f in structure.frozen)
+    assert structure.prunable > 0.98
+    assert from_dict(json.loads(json.dumps(structure.to_dict()))).to_dict() == structure.to_dict()
 
 
 def test_a_fixed_number_of_groups_is_frozen():

@@ -2,17 +2,18 @@
 
 import copy
 import pickle
+import zipfile
 
 import numpy as np
 import pytest
 import torch
 import zoo
 from learning import IMAGE, learned
-from support import awaken_, tiny_cnn
+from support import TINY, awaken_, tiny_cnn
 from torch import nn
 
 import spalier as sp
-from spalier.errors import ConfigError, TaskFileError
+from spalier.errors import ConfigError, NetworkError, TaskFileError
 
 
 @pytest.fixture
@@ -275,3 +276,33 @@ def test_descriptions_take_what_users_have(base, tmp_path):
             sp.Task.load(tmp_path / "a.task.safetensors", limit=wrong)
     with pytest.raises(TaskFileError):
         task.save(None)
+
+
+def test_a_smaller_network_of_transformers_refuses_save_pretrained(tmp_path):
+    """Its configuration has the base's sizes: what it writes could not be loaded."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(**TINY, num_labels=3)
+    base = transformers.ViTForImageClassification(config).eval()
+    net = copy.deepcopy(base)
+    example = {"pixel_values": torch.randn(2, 3, 32, 32)}
+    sp.attach_(net, sp.SPLoRA(rank=2), head="classifier", example=example)
+    whole = sp.Task.of(net, "whole").build(base)
+    sp.prune_(net, sp.select(net, sp.score(net, None, "weight"), channels=0.5))
+    small = sp.Task.of(net, "small").build(base)
+    for each in (small, copy.deepcopy(small)):
+        with pytest.raises(NetworkError, match=r"smaller than its configuration.*Task\.save.*torch\.save"):
+            each.save_pretrained(tmp_path / "small")
+    assert not (tmp_path / "small").exists()
+    torch.save(small, tmp_path / "small.pt")
+    with zipfile.ZipFile(tmp_path / "small.pt") as archive:  # whoever loads it needs nothing of ours
+        (pickled,) = (archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
+    assert b"spalier.tasks" not in pickled
+    loaded = torch.load(tmp_path / "small.pt", weights_only=False)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**example).logits, small(**example).logits)
+    assert "save_pretrained" not in vars(base)
+    whole.save_pretrained(tmp_path / "whole")  # what has the base's sizes can be loaded
+    again = transformers.ViTForImageClassification.from_pretrained(tmp_path / "whole")
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(**example).logits, whole(**example).logits)

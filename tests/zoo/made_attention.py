@@ -305,6 +305,93 @@ class Experts(nn.Module):
         return self.head(x + (outputs * weights.unsqueeze(-2)).sum(-1))
 
 
+class BorrowedWidth(nn.Module):
+    """Attention that takes the width of its input for that of all its heads, keys of a smaller picture (PVT, Twins)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 3
+        self.q, self.kv, self.out = nn.Linear(12, 12), nn.Linear(12, 24), nn.Linear(12, 12)
+        self.pool, self.norm = nn.Conv2d(12, 12, 2, 2), nn.LayerNorm(12)
+
+    def forward(self, x, size):
+        B, N, C = x.shape
+        q = self.q(x).reshape(B, N, self.num_heads, C // self.num_heads).transpose(1, 2)
+        x = self.pool(x.transpose(1, 2).reshape(B, C, *size)).reshape(B, C, -1).transpose(1, 2)
+        kv = self.kv(self.norm(x)).reshape(B, -1, 2, self.num_heads, C // self.num_heads)
+        k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
+        x = F.scaled_dot_product_attention(q, k, v)
+        return self.out(x.transpose(1, 2).reshape(B, N, C))
+
+
+class BorrowedScale(nn.Module):
+    """The same with a scale that is a number made of that width (torchvision's Swin), and tokens of any number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.qkv, self.out = 4, nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, x):
+        B, N, C = x.shape
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv[0], qkv[1], qkv[2]
+        attn = (q * (C // self.num_heads) ** -0.5) @ k.transpose(-2, -1)
+        return self.out((attn.softmax(-1) @ v).transpose(1, 2).reshape(B, N, C))
+
+
+class Outlook(nn.Module):
+    """Heads attend to the pixels around each other, which are unfolded and folded again (VOLO)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.v, self.attn, self.out = nn.Linear(12, 12), nn.Linear(12, 81 * 2), nn.Linear(12, 12)
+
+    def forward(self, x):
+        B, H, W, C = x.shape
+        v = F.unfold(self.v(x).permute(0, 3, 1, 2), 3, padding=1)
+        v = v.reshape(B, self.num_heads, C // self.num_heads, 9, H * W).permute(0, 1, 4, 3, 2)
+        attn = self.attn(x).reshape(B, H * W, self.num_heads, 9, 9).permute(0, 2, 1, 3, 4).softmax(-1)
+        x = (attn @ v).permute(0, 1, 4, 3, 2).reshape(B, C * 9, H * W)
+        return self.out(F.fold(x, (H, W), 3, padding=1).permute(0, 2, 3, 1))
+
+
+class Borrowers(nn.Module):
+    """A residual stream through attention of three kinds that borrows its width, and tokens mixed by a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, 12, 2, 2)
+        self.outlook, self.one, self.two = Outlook(), BorrowedWidth(), BorrowedScale()
+        self.mlp, self.norms = nn.Linear(12, 12), nn.ModuleList(nn.LayerNorm(12) for _ in range(3))
+        self.mix, self.head = nn.Conv1d(2, 1, 1), nn.Linear(12, 5)
+
+    def forward(self, x):
+        x = self.embed(x).permute(0, 2, 3, 1)
+        x = x + self.outlook(self.norms[0](x))
+        size, x = x.shape[1:3], x.flatten(1, 2)
+        x = x + self.one(self.norms[1](x), size)
+        x = x + self.mlp(F.gelu(self.two(self.norms[2](x))))
+        return self.head(self.mix(torch.stack([x.mean(1), x.amax(1)], 1)).squeeze(1))
+
+
+class ExpertMatrices(nn.Module):
+    """The matrices of all experts in one tensor; each token takes those of its best two (Mixtral)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.router, self.head = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 5)
+        self.up_weight, self.down_weight = nn.Parameter(torch.randn(3, 20, 8)), nn.Parameter(torch.randn(3, 8, 10))
+
+    def forward(self, x):
+        x = self.embed(x).flatten(0, 1)
+        best, which = self.router(x).softmax(-1).topk(2)
+        chosen = which.reshape(-1)
+        gate, up = torch.bmm(self.up_weight[chosen], x.repeat_interleave(2, 0).unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+        out = torch.bmm(self.down_weight[chosen], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+        return self.head(x + (out * best.reshape(-1, 1)).view(len(x), 2, -1).sum(1))
+
+
 class BareParameters(nn.Module):
     """Matrices without a layer, on the right and on the left, and one that is both."""
 
@@ -393,10 +480,11 @@ def entries() -> list[Entry]:
         ("outer_product", OuterProduct, vector),
         ("token_mixing", TokenMixing, sequence),
         ("experts", Experts, sequence),
+        ("expert_matrices", ExpertMatrices, sequence),
         ("bare_parameters", BareParameters, vector),
         ("bag", Bag, ids),
         ("data_dependent_size", DataDependentSize, vector),
         ("perceptron", MultilayerPerceptron, vector),
     ]
     made = [make_entry(f"made/{name}", build, draw) for name, build, draw in rows]
-    return [*pictures(HandmadeVit, ChannelAttention), *made]
+    return [*pictures(HandmadeVit, ChannelAttention, Borrowers), *made]

@@ -137,6 +137,11 @@ def _timm_attentive() -> list[_Row]:
         "num_heads": (2, 2, 2, 4),
         "window_sizes": (4, 4, 4, 2),
     }
+    four = {"embed_dims": narrow, "num_heads": (2, 2, 4, 4), "sr_ratios": (4, 2, 2, 1)}
+    svt = {**four, "depths": (2, 2, 1, 1), "wss": (4, 4, 4, 2)}
+    coat = {"img_size": 64, "embed_dims": (16, 32, 32, 32), "serial_depths": ones, "num_heads": 8}
+    nest = {"img_size": 64, "embed_dims": (16, 32, 48), "num_heads": (2, 4, 4), "depths": (1, 1, 2)}
+    volo = {"img_size": 64, "embed_dims": (24, 48, 48, 48), "num_heads": (2, 4, 4, 4)}
     former = partial(_timm_class, "efficientformer", "EfficientFormer", ones, narrow, num_vit=1)
     return [
         ("mixer", partial(_timm_class, "mlp_mixer", "MlpMixer", **mixer), 32),
@@ -154,6 +159,14 @@ def _timm_attentive() -> list[_Row]:
         ("tiny_vit_5m_224", partial(_timm_class, "tiny_vit", "TinyVit", **tiny), 64),
         _named("pvt_v2_b0", 64, depths=ones, embed_dims=narrow, num_heads=(1, 2, 2, 4)),
         ("mobilevit_xxs", _mobilevit, 32),
+        _named("beit_base_patch16_224", 32, **vit),
+        _named("coat_tiny", 64, parallel_depth=1, **coat),
+        _named("coat_lite_tiny", 64, **coat),
+        ("nest_tiny", partial(_timm_class, "nest", "Nest", **nest), 64),
+        _named("swinv2_tiny_window8_256", 64, **swin),
+        _named("twins_pcpvt_small", 64, img_size=64, depths=ones, **four),
+        _named("twins_svt_small", 64, img_size=64, **svt),
+        ("volo_d1_224", partial(_timm_class, "volo", "VOLO", ones, **volo), 64),
     ]
 
 

@@ -49,6 +49,13 @@ def _hugging(kind: str, task: str, **options: Any) -> nn.Module:
     return getattr(transformers, f"{kind}{task}")(config)
 
 
+def _experts(kind: str, **options: Any) -> nn.Module:
+    """The default, grouped products, does not run in float64."""
+    net: Any = _hugging(kind, "ForCausalLM", num_experts_per_tok=2, **_LLAMA, **options)
+    net.set_experts_implementation("batched_mm")
+    return net
+
+
 def _clip() -> nn.Module:
     import transformers
 
@@ -110,6 +117,7 @@ def entries() -> list[Entry]:
         "eos_token_id": 2,
         "decoder_start_token_id": 1,
     }
+    qwen = {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
     rows: list[tuple[str, Callable[[], nn.Module], Callable[[], Any]]] = [
         ("bert", partial(_hugging, "Bert", "ForSequenceClassification", **_BERT), masked),
         ("bert_masked_lm", partial(_hugging, "Bert", "ForMaskedLM", **_BERT), plain),
@@ -129,6 +137,8 @@ def entries() -> list[Entry]:
         ("qwen2", partial(_hugging, "Qwen2", "ForCausalLM", **_LLAMA), plain),
         ("qwen3", partial(_hugging, "Qwen3", "ForCausalLM", head_dim=8, **_LLAMA), plain),
         ("gemma", partial(_hugging, "Gemma", "ForCausalLM", head_dim=8, **_LLAMA), masked),
+        ("mixtral", partial(_experts, "Mixtral", num_local_experts=4), plain),
+        ("qwen2_moe", partial(_experts, "Qwen2Moe", **qwen), plain),
         ("vit", partial(_hugging, "ViT", "ForImageClassification", **_PICTURE), _pixels),
         ("clip", _clip, _clip_example),
         ("whisper", partial(_hugging, "Whisper", "ForConditionalGeneration", **speech), _whisper_example),

@@ -7,6 +7,7 @@ which layers are adapted, and which modules learn as they are.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -64,7 +65,8 @@ def attach_(
             need nothing but the network.
         targets: what to adapt; by default all that can be. A name or glob pattern of module names, or several,
             each meaning all inside of it too; or a predicate of name and module.
-        head: the classifier, learned in full instead of adapted; a name or pattern like ``targets``.
+        head: the classifier, learned in full instead of adapted; a name or pattern like ``targets``, or "auto" to
+            look for it as runs do. Without one, a layer that looks like a classifier is adapted, and that is logged.
         norms: whether normalisation layers learn (their running statistics are the task's own).
 
     >>> from spalier import SPLoRA
@@ -77,6 +79,7 @@ def attach_(
     learned: 56 of 258 parameters (21.7%)
     """
     _check_unwrapped(net)
+    head = _head(net, head)
     structure = None
     if example is not None and isinstance(net, nn.Module):
         from spalier.tracing import trace  # only pruning needs it, and it stands above this package
@@ -93,6 +96,20 @@ def attach_(
         detach_(net)
         raise
     return summary
+
+
+def _head(net: nn.Module, head: str | Sequence[str] | None) -> str | Sequence[str] | None:
+    """The head as it was given, or where "auto" was, the classifier that is found; a hint where nothing was given."""
+    if head not in (None, "auto") or not isinstance(net, nn.Module) or is_marked(net):
+        return head
+    networks = import_module("spalier.networks")  # it stands above this package
+    if head == "auto":
+        found: str = networks.head_of(net)
+        return found
+    if name := networks.known_head(net):
+        hint = "%s looks like the classifier, and gets an adapter like any other layer; pass head=%r to learn it whole"
+        logging.getLogger("spalier").info(hint, name, name)
+    return None
 
 
 def attach_with_(

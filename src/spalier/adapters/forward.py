@@ -23,7 +23,7 @@ factors' gradients come from thin matrix products, and the weight's is never for
 - *fused*: ``W + up^T down`` is formed, the layer runs once, and backward forms it again instead of keeping it;
 - *parallel*: the frozen layer runs, and the thin path is accumulated into its output in place.
 
-Both keep for backward what the layer's neighbours keep anyway, the input, and no thin activation.
+Both keep for backward what the layer's neighbours keep anyway, the input or what that was made of, and nothing thin.
 Factors are rank-major, ``down`` (r, in) and ``up`` (r, out), and thin activations too where they can be: products
 that run along the wide side are the fast ones.
 Every operation in ``backward`` is differentiable, so second derivatives work too.
@@ -335,8 +335,37 @@ def _replica(layer: nn.Module, reads: Reads) -> nn.Module:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> Tensor:
     """``x (W + up^T down)^T + bias`` with W frozen; x is (..., in)."""
-    out: Tensor = _Linear.apply(*_autocast(x, weight, bias, down, up))  # type: ignore[no-untyped-call]
+    operands = _autocast(x, weight, bias, down, up)
+    made_of = _made_of(x) if operands[0] is x else None
+    out: Tensor = _Linear.apply(*operands, made_of)  # type: ignore[no-untyped-call]
     return out
+
+
+# A transformer's widest activation is what GELU, or a gate's product, returns. Both keep what they took for their own
+# backward pass. So the layer behind them keeps that too instead of their result, and calls them again in its own
+# backward: the same kernel on the same numbers, to the bit. What a norm returns is kept: its node does not say by which
+# epsilon it was made.
+_MAKERS: dict[str, tuple[tuple[str, ...], Callable[..., Tensor]]] = {
+    "GeluBackward0": (("self",), F.gelu),
+    "SiluBackward0": (("self",), F.silu),
+    "MulBackward0": (("self", "other"), torch.mul),
+}
+
+
+def _made_of(x: Tensor) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
+    """How to make an activation again from what is kept anyway; None where it has to be kept itself."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None  # which decide themselves what is kept
+    node = x.grad_fn
+    names, make = _MAKERS.get("" if node is None else node.name(), ((), torch.mul))
+    # what was written to since is something else; what a hook keeps (checkpointing, offloading) is not to be had now
+    raw = [getattr(node, f"_raw_saved_{name}") for name in names]
+    if not raw or x._version or any(getattr(each, "unpack_hook", each) is not None for each in raw):
+        return None
+    kept = tuple(getattr(node, f"_saved_{name}") for name in names)
+    if not all(type(each) is Tensor and each.dtype == x.dtype for each in kept):
+        return None
+    return (partial(make, approximate=node._saved_approximate) if make is F.gelu else make), kept  # type: ignore[union-attr]
 
 
 def conv(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, window: Window) -> Tensor:
@@ -391,7 +420,7 @@ class _Linear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, made_of: Any) -> Tensor:
         if _fusing_pays(x.shape[:-1].numel(), weight):
             return _no_view(F.linear(x, torch.addmm(weight, up.T, down), bias))
         out = F.linear(x, weight, bias).contiguous()  # a view could not be accumulated into
@@ -400,24 +429,26 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, down, up = inputs
+        x, weight, _, down, up, made_of = inputs
+        ctx.make, kept = made_of or (None, (x,))
         # the fused weight is formed again in backward: it would be as large as the weight itself
-        ctx.save_for_backward(x, weight, down, up)
+        ctx.save_for_backward(weight, down, up, *kept)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight, down, up = ctx.saved_tensors
-        need_x, _, need_bias, *need_factors = ctx.needs_input_grad
+        weight, down, up, *kept = ctx.saved_tensors
+        need_x, _, need_bias, *need_factors = ctx.needs_input_grad[:5]
         grad_x = grad_down = grad_up = None
-        if need_x and _fusing_pays(x.shape[:-1].numel(), weight):
+        if need_x and _fusing_pays(grad.shape[:-1].numel(), weight):
             grad_x = grad @ torch.addmm(weight, up.T, down)
         elif need_x:
             grad_x = (grad @ weight).contiguous()
             _accumulate_(_columns(grad_x), _project(_columns(grad), up), down)
         if any(need_factors):
+            x = ctx.make(*kept) if ctx.make else kept[0]
             grad_down, grad_up = _grad_pointwise(_columns(grad), _columns(x), down, up)
         grad_bias = grad.sum(list(range(grad.dim() - 1))) if need_bias else None
-        return grad_x, None, grad_bias, grad_down, grad_up
+        return grad_x, None, grad_bias, grad_down, grad_up, None
 
 
 class _Conv(torch.autograd.Function):

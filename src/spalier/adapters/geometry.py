@@ -121,13 +121,7 @@ def is_norm(module: nn.Module) -> bool:
     return "Norm" in type(module).__name__ and bool(own) and all(p.dim() <= 1 for p in own)
 
 
-_NORMS = (
-    nn.modules.batchnorm._NormBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-    nn.LocalResponseNorm,
-)
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
 def is_transformers_conv1d(module: nn.Module) -> bool:

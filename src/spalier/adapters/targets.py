@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -15,6 +14,7 @@ from torch import nn
 from spalier.adapters.geometry import Geometry, geometries
 from spalier.adapters.kinds import Adapter, ByLayer
 from spalier.errors import ConfigError, TargetError, TiedWeightError, UnsupportedLayerError
+from spalier.text import near
 
 Predicate = Callable[[str, nn.Module], bool]
 Targets = str | Sequence[str] | Predicate | None
@@ -41,10 +41,9 @@ class Names:
     def unmatched(self, what: str, pattern: str) -> TargetError:
         """The error for a pattern that matches nothing, with names that are close to it."""
         known = [name for names in self.of.values() for name in names if name]
-        close = get_close_matches(pattern, known, n=3) or known[:3]
         return TargetError(
-            f"{what} {pattern!r} matches no module of the network; "
-            f"expected a name or a pattern such as {', '.join(map(repr, close)) or 'none: it has no modules'}"
+            f"{what} {pattern!r} matches no module of the network; expected a name or a pattern such as "
+            f"{near(pattern, known)}"
         )
 
 
@@ -133,10 +132,7 @@ Owner = tuple[nn.Module, str]
 
 
 def check_ties(
-    names: Names,
-    adapted: dict[nn.Module, set[str]],
-    learned: set[nn.Module],
-    also: Mapping[nn.Module, set[str]],
+    names: Names, adapted: dict[nn.Module, set[str]], learned: set[nn.Module], also: Mapping[nn.Module, set[str]]
 ) -> None:
     """Refuse a selection that would tear tied weights apart."""
     for owners in _shared(names):
@@ -198,10 +194,9 @@ def adapters_of(names: Names, adapter: Adapter | ByLayer, chosen: Mapping[nn.Mod
             named |= {f"{path}.{weight}" if path else weight: mark for path in names.of[layer]}
     for name in by_layer.adapters:
         if name not in named:
-            close = get_close_matches(name, named, n=3) or list(named)[:3]
             raise TargetError(
                 f"ByLayer names {name!r}, which is no weight that can be adapted here; expected names such as "
-                f"{', '.join(map(repr, close)) or 'none: there is no such weight'}"
+                f"{near(name, named)}"
             )
     found = {named[name]: each for name, each in by_layer.adapters.items()}
     return lambda layer, weight: found.get(id(layer.get_parameter(weight)))

@@ -8,13 +8,14 @@ import inspect
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import textwrap
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -31,7 +32,9 @@ COMMANDS = {
     "train": "commands",
     "sweep": "commands",
     "eval": "commands",
+    "predict": "serving",
     "task": "task_commands",
+    "serve": "serving",
     "bench": "commands",
     "report": "commands",
     "env": "commands",
@@ -57,24 +60,35 @@ class Console:
         self.debug = False
         self.quiet = False
         self.interrupted = False
+        self.takes: list[str] = []  # the options of the command
         self.out = sys.stdout
 
     def note(self, text: str) -> None:
         """Print something worth knowing that is no result."""
         if not self.quiet:
-            click.echo(text, err=True)
+            self._print(text, sys.stderr, "", dim=True)
 
     def show(self, text: object, data: Any) -> None:
         """Print a result: text for people, or with --json one document for programs."""
-        printed = json.dumps(data, indent=1, allow_nan=False) if self.as_json else str(text)
-        click.echo(printed, file=self.out)
+        if self.as_json:
+            click.echo(json.dumps(data, indent=1, allow_nan=False), file=self.out)
+        else:
+            self._print(str(text), self.out, r"\bfaster \d\S*|\bsound\b", fg="green")
 
     def fail(self, exit_code: int, code: str, message: str) -> int:
         """Print an error, as a document too where one was asked for; its exit code."""
         if self.as_json:
             self.show("", {"error": {"code": code, "message": message}})
-        click.echo(f"spalier: {message}", err=True)
+        self._print(f"spalier: {message}", sys.stderr, "^spalier:", fg="red", bold=True)
         return exit_code
+
+    @staticmethod
+    def _print(text: str, out: TextIO, styled: str, **style: Any) -> None:
+        """Print text; on a terminal in colours, unless it is asked for none (no-color.org)."""
+        is_plain = not out.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        if not is_plain:
+            text = re.sub(styled or "(?s).+", lambda found: click.style(found[0], **style), text)
+        click.echo(text, file=out, color=not is_plain)
 
     @contextlib.contextmanager
     def remember_interrupt(self) -> Iterator[None]:
@@ -100,6 +114,17 @@ class Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All names."""
         return list(COMMANDS)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that was typed; one that does not exist gets the names that it is close to."""
+        if args[0] not in COMMANDS and not ctx.resilient_parsing:
+            from spalier.text import close_names
+
+            close = " or ".join(map(repr, close_names(args[0], COMMANDS)))
+            ctx.fail(f"No such command {args[0]!r}." + (f" Did you mean {close}?" if close else ""))
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """One command, imported now."""
@@ -174,7 +199,8 @@ def _failed(error: Exception | KeyboardInterrupt, console: Console) -> int:
         _discard_output(console.out)
         if isinstance(error, BrokenPipeError):  # whoever read has enough, as `head` does
             return 1
-    return console.fail(1, *_described(error))
+    code, message = _described(error)
+    return console.fail(1, code, as_typed(message, console.takes))
 
 
 def _described(error: BaseException) -> tuple[str, str]:
@@ -191,6 +217,35 @@ def _described(error: BaseException) -> tuple[str, str]:
         f"{type(error).__name__}: {message}; this was not expected, so it may be a defect of Spalier or of code of "
         "yours that it runs: --debug shows where"
     )
+
+
+_PYTHON_ONLY = {
+    r",? or Data\.of\(dataset\)|; sets that need other arguments go to Data\.of|, or pass a dataset to Data\.of": "",
+    r", or an object such as spalier\.criteria\S+|, as Task\.save and runs write it| \(detach_ gives it back\)": "",
+    r'(open_data\(".*?", folder=".*?", download=True\))': r"in Python, spalier.data.\1",
+    r"; folder= or the variable": "; data_folder or the variable",
+    r"pass overwrite=True to replace it": "remove its file first, or name another --store",
+    r"pass protect=(\[.*?\]) to select, or freeze=\[.*?\] to trace": r"pass --set 'select_options={protect: \1}'",
+}
+"""Remedies that a command cannot offer so, and what it can."""
+
+
+def as_typed(message: str, takes: Collection[str]) -> str:
+    """A message of the library as one who types a command can follow it: arguments of functions become its options.
+
+    >>> as_typed("no head; pass head=, a name", ["--set"]), as_typed("pass weights=FILE", ["--weights"])
+    ('no head; pass --set head=, a name', 'pass --weights FILE')
+    """
+    options = {option.strip("-").replace("-", "_"): f"{option} " for option in takes}
+    if "--set" in takes:
+        from spalier.runs import Settings
+
+        options = {name: f"--set {name}=" for name in Settings.__dataclass_fields__} | options
+    for words, instead in _PYTHON_ONLY.items():
+        message = re.sub(words, instead, message)
+    for name, option in options.items():
+        message = re.sub(rf"\b(pass|or|without) {name}=(?:True\b)?", rf"\1 {option}", message)
+    return re.sub(r" +(?=[ ,;.]|$)", "", message)
 
 
 def _one_line(text: str) -> str:
@@ -225,10 +280,7 @@ def _globals_first(given: list[str]) -> list[str]:
 # what the modules of commands share
 
 FILE, FOLDER = click.Path(dir_okay=False), click.Path(file_okay=False)
-EXISTING_FILE, EXISTING_FOLDER = (
-    click.Path(exists=True, dir_okay=False),
-    click.Path(exists=True, file_okay=False),
-)
+EXISTING_FILE, EXISTING_FOLDER = (click.Path(exists=True, dir_okay=False), click.Path(exists=True, file_okay=False))
 JSON = click.Option(["--json"], is_flag=True, expose_value=False, help="Print one JSON document instead of text.")
 
 
@@ -239,7 +291,14 @@ def command(name: str | None = None, group: click.Group | None = None) -> Callab
         text, _, examples = inspect.cleandoc(function.__doc__ or "").partition("Examples:\n")
         # \b: lines stay as they are
         epilog = "\b\nExamples:\n" + textwrap.indent(textwrap.dedent(examples), "  ")
-        made = click.command(name, help=text, epilog=epilog)(click.pass_obj(function))
+
+        @click.pass_context
+        def call(ctx: click.Context, /, **given: Any) -> Any:
+            ctx.obj.takes = [option for parameter in ctx.command.params for option in parameter.opts]
+            return function(ctx.obj, **given)
+
+        # the options are those that decorators have put on the function
+        made = click.command(name, help=text, epilog=epilog)(functools.update_wrapper(call, function))
         made.params.append(JSON)
         if group is not None:
             group.add_command(made)

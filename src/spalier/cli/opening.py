@@ -17,6 +17,7 @@ from spalier.errors import ConfigError, RunError, TaskFileError, WeightsError
 if TYPE_CHECKING:
     from torch import nn
 
+    from spalier.inputs import Inputs
     from spalier.runs import Settings
     from spalier.tasks import Task
 
@@ -43,17 +44,18 @@ def network_options(command: Any) -> Any:
     classes = click.option("--classes", type=number, help="How many classes it has; by default its own number.")
     text = "What else its constructor takes; repeatable."
     others = click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help=text)
-    return weights(classes(others(command)))
+    pretrained = click.option("--pretrained", is_flag=True, help="Load the weights that its library has for it.")
+    return weights(pretrained(classes(others(command))))
 
 
 def settings_option(command: Any) -> Any:
     """``--set``."""
-    text = "A setting of the run, as in its file; repeatable. `spalier train --settings` lists them."
+    text = "A setting of the run, as in its file; repeatable. `spalier train --help-settings` lists them."
     return click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help=text)(command)
 
 
 def settings_list_option(command: Any) -> Any:
-    """``--settings``: all settings of a run by group, each with its default and a line of help."""
+    """``--help-settings``: all settings of a run by group, each with its default and a line of help."""
 
     def show(context: click.Context, _: click.Parameter, wanted: bool) -> None:
         if not wanted or context.resilient_parsing:
@@ -68,13 +70,17 @@ def settings_list_option(command: Any) -> Any:
         context.exit()
 
     text = "List all settings with their defaults, and exit."
-    return click.option("--settings", "_", is_flag=True, is_eager=True, expose_value=False, callback=show, help=text)(
-        command
-    )
+    options: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": show}
+    return click.option("--help-settings", "--settings", "_", help=text, **options)(command)
 
 
 def open_base(
-    base: str, *, weights: str | None = None, classes: int | None = None, options: Sequence[str] = ()
+    base: str,
+    *,
+    weights: str | None = None,
+    pretrained: bool = False,
+    classes: int | None = None,
+    options: Sequence[str] = (),
 ) -> nn.Module:
     """The network that a command is about: by its name, or that of a run."""
     from spalier.networks import open_network
@@ -83,7 +89,8 @@ def open_base(
     if run is None:
         if Path(base).is_dir():
             raise ConfigError(f"{base} is a folder without a run in it (run.yaml); expected a run or a network's name")
-        return open_network(base, classes=classes, weights=weights, **_constructor_options(options))
+        named = _constructor_options(options)
+        return open_network(base, classes=classes, weights=weights, pretrained=pretrained, **named)
     if options:
         raise click.UsageError(f"--option is for a network's name, and {base} is a run, which has options.")
     if run.network.startswith("given:"):
@@ -99,6 +106,7 @@ def open_base(
         run.network,
         classes=classes or _class_count(Path(base)),
         weights=weights or run.weights,
+        pretrained=weights is None and (pretrained or run.pretrained),
         seed=run.seed,
         **run.network_options,
     )
@@ -106,9 +114,9 @@ def open_base(
 
 def _constructor_options(given: Sequence[str]) -> dict[str, Any]:
     found = {name: _value(raw) for name, raw in (_split(text, "--option") for text in given)}
-    for name in ("name", "seed", "classes", "weights"):  # arguments of open_network itself
+    for name in ("name", "seed", "classes", "weights", "pretrained"):  # arguments of open_network itself
         if name in found:
-            instead = f"; there is --{name}" if name in ("classes", "weights") else ""
+            instead = f"; there is --{name}" if name in ("classes", "weights", "pretrained") else ""
             raise click.UsageError(f"{name} is no option of a network{instead}.")
     return found
 
@@ -194,6 +202,23 @@ def load_tasks(files: Sequence[Path]) -> dict[str, Task]:
         task = load_task(file)
         found[task.name if task.name not in found else str(file.resolve())] = task
     return found
+
+
+def example_of(net: nn.Module, batch: int, text: str | None, tasks: Sequence[Task] = ()) -> Inputs:
+    """A batch for a network: images of a shape, or texts of so many tokens, as typed or as tasks were learned with."""
+    import torch
+
+    from spalier.inputs import tokens
+    from spalier.networks import reads_texts
+
+    torch.manual_seed(0)
+    if not reads_texts(net):
+        return torch.randn(batch, *shape_of(text, tasks))
+    lengths = {task.info.preprocessing.get("tokens") for task in tasks}
+    length = numbers(text, "--shape", "32") if text is not None else tuple(lengths)
+    if len(length) != 1 or type(length[0]) is not int:
+        raise click.UsageError("--shape is one number for a language model: how many tokens, such as 32.")
+    return tokens(batch, length[0])
 
 
 def shape_of(text: str | None, tasks: Sequence[Task] = ()) -> tuple[int, ...]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +16,13 @@ import click
 
 import spalier
 from spalier.cli.main import EXISTING_FOLDER, FILE, FOLDER, Console, command
-from spalier.cli.opening import SUFFIX, base_options, load_task, open_base, run_beside, shape_of, task_files
+from spalier.cli.opening import SUFFIX, base_options, example_of, load_task, open_base, run_beside, task_files
 from spalier.errors import NetworkError, TaskFileError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
+    from spalier.inputs import Inputs
     from spalier.tasks import Task
 
 TASK_FILE = click.argument("task", metavar="TASK", type=click.Path())
@@ -27,7 +30,7 @@ TASK_FILE = click.argument("task", metavar="TASK", type=click.Path())
 
 @click.group()
 def task() -> None:
-    """Task files: list, look into, verify, build, export, push, pull."""
+    """Task files: list, look into, verify, build, export, push, pull; from checkpoints and PEFT."""
 
 
 @command("list", group=task)
@@ -170,6 +173,98 @@ def pull(console: Console, repository: str, name: str, store: str, revision: str
     console.show(path, {"path": str(path)})
 
 
+TASK_OUT = click.option("--out", "-o", required=True, type=FILE, help="The file to write: NAME.task.safetensors.")
+
+
+@command("from-checkpoint", group=task)
+@click.argument("checkpoint", type=FILE)
+@base_options
+@TASK_OUT
+@click.option(
+    "--code", help="As in runs: bytes-1/20, bytes-200000, spdelta-1bit, splora-r8; by default a bit a weight."
+)
+@click.option("--data", help="Data by name, as for train: layers are fit to it, and accuracy is measured.")
+@click.option("--data-folder", type=FOLDER, help="Where data sets lie.")
+@click.option("--samples", type=click.IntRange(1), default=512, help="How many of its training samples.")
+def from_checkpoint(
+    console: Console, checkpoint: str, base: str | None, out: str, code: str | None, data: str | None, **options: Any
+) -> None:
+    """Make a task of a network that was fine-tuned in full: its file of weights against those of its base.
+
+    Examples:
+        spalier task from-checkpoint tuned.safetensors --base resnet18 --weights w.pth -o tasks/a.task.safetensors
+        spalier task from-checkpoint tuned.pth --base runs/a --code bytes-1/50 --data digits -o b.task.safetensors
+    """
+    import itertools
+
+    from spalier.runs.narrow import form_of
+
+    folder, samples = options.pop("data_folder"), options.pop("samples")
+    form = None if code is None else form_of(code)
+    name = _name_of(out)
+    net = _base_of(base, options)
+    said: dict[str, Any] = {}
+    if data is not None:
+        from spalier.data import Loader, open_data
+
+        opened = open_data(data, folder=folder)
+        loader = Loader(opened.train, batch_size=min(64, samples), augment=False, drop_last=False)
+        with contextlib.closing(loader):
+            said["batches"] = list(itertools.islice(loader.epoch(0), -(-samples // 64)))
+        said |= {"classes": opened.classes, "preprocessing": opened.preprocessing}
+    if form is not None:
+        said |= {"adapter": form.adapter, "bytes": form.budget(spalier.count(net).parameters * 4)}
+    made = spalier.Task.from_checkpoint(net, checkpoint, name=name, **said)
+    size = made.save(out)
+    measured = "".join(f"\n{key}: {value:.4g}" for key, value in made.info.metrics.items())
+    rows = [] if made.refitted is None else [vars(row) for row in made.refitted.rows]
+    shown = "only norms and head have changed" if made.refitted is None else str(made.refitted)
+    result = {"out": out, "bytes": size, "metrics": made.info.metrics, "layers": rows}
+    console.show(f"{shown}{measured}\n{out}: {size:,} bytes", result)
+
+
+@command("from-peft", group=task)
+@click.argument("folder", type=EXISTING_FOLDER)
+@base_options
+@TASK_OUT
+def from_peft(console: Console, folder: str, base: str | None, out: str, **network: Any) -> None:
+    """Make a task of a LoRA that PEFT has saved: adapter_config.json and adapter_model.safetensors.
+
+    Examples:
+        spalier task from-peft lora --base hf:bert-folder -o tasks/a.task.safetensors
+    """
+    name = _name_of(out)
+    size = spalier.Task.from_peft(folder, _base_of(base, network), name=name).save(out)
+    console.show(f"{out}: {size:,} bytes", {"out": out, "bytes": size})
+
+
+@command("to-peft", group=task)
+@TASK_FILE
+@click.argument("folder", type=FOLDER)
+@base_options
+def to_peft(console: Console, task: str, folder: str, base: str | None, **network: Any) -> None:
+    """Write an unpruned low-rank task as a folder for PEFT. Embeddings and Conv1D need --base.
+
+    Examples:
+        spalier task to-peft tasks/a.task.safetensors lora
+    """
+    load_task(_one_file(task)).to_peft(folder, None if base is None else open_base(base, **network))
+    console.show(f"{folder}: PeftModel.from_pretrained(base, {folder!r})", {"folder": folder})
+
+
+def _name_of(out: str) -> str:
+    """What a task is called whose file is to be written."""
+    if not out.endswith(SUFFIX) or not Path(out).absolute().parent.is_dir():
+        raise click.BadParameter(f"{out!r}, expected NAME{SUFFIX} in a folder that is there.", param_hint="-o")
+    return Path(out).name.removesuffix(SUFFIX)
+
+
+def _base_of(base: str | None, network: dict[str, Any]) -> nn.Module:
+    if base is None:
+        raise click.UsageError("--base is missing: the network that was trained on, with its --weights.")
+    return open_base(base, **network)
+
+
 def _one_file(task: str) -> Path:
     files = task_files([task])
     if len(files) != 1:
@@ -206,42 +301,116 @@ TOLERANCE = 1e-3
 
 
 @command(group=task)
-@TASK_FILE
+@click.argument("tasks", nargs=-1, required=True, metavar="TASK...")
 @base_options
-@click.option("--out", "-o", required=True, type=FILE, help="A .onnx, .pt2 (torch.export) or .pte (ExecuTorch) file.")
-@click.option("--shape", help="The shape of one input; by default the task's images.")
+@click.option(
+    "--out",
+    "-o",
+    required=True,
+    type=click.Path(),
+    help="A .onnx, .pt2 (torch.export) or .pte (ExecuTorch) file; with --to a folder.",
+)
+@click.option("--to", type=click.Choice(["onnx", "torch.export", "executorch"]), help="Write all tasks into a folder.")
+@click.option("--shape", help="The shape of one input, or how many tokens; by default the task's.")
 @click.option("--fold/--no-fold", default=True, help="Fold batch norms into the layers before them.")
 def export(
-    console: Console, task: str, base: str | None, out: str, shape: str | None, fold: bool, **network: Any
-) -> None:
-    """Write a task's network in a form for other runtimes, run it there, and compare.
+    console: Console, tasks: tuple[str, ...], base: str | None, out: str, to: str | None, **options: Any
+) -> int | None:
+    """Write tasks' networks in a form for other runtimes, run them there, and compare.
 
-    The batch is free in .onnx and .pt2, and 1 in .pte.
+    The batch is free in .onnx and .pt2, and the number of tokens too; in .pte both are fixed, the batch to 1. An .onnx
+    file has the task's name, classes, preprocessing and SHA-256 in its metadata (spalier.*), a .pt2 file in its extra
+    file spalier.json; neither holds a sample. With --to, every task of a store or a run becomes a file in a folder,
+    beside a manifest.json that says of each what a program needs to run it: its file and digest, its inputs, its
+    classes, and how good it is. The exit code is 3 where a task cannot be exported.
 
     Examples:
         spalier task export runs/digits/tasks/digits-50.task.safetensors -o small.onnx
         spalier task export runs/digits/tasks/digits-50.task.safetensors -o small.pt2
+        spalier task export runs/digits --to onnx -o edge
     """
-    import torch
-
-    ending = _checked_ending(out, tuple(EXPORTERS), task, network["weights"])
-    found, _, small = _build(task, base, fold, network)
-    torch.manual_seed(0)
-    # torch.export takes an axis of size 1 for a constant, so a free batch is exported with 2 samples.
-    example = torch.randn(1 if ending == ".pte" else 2, *shape_of(shape, [found]))
-    difference, size = _export(small, example, Path(out))
+    shape, fold = options.pop("shape"), options.pop("fold")
+    if to is not None:
+        return _export_all(console, task_files(tasks), base, Path(out), to, shape, fold, options)
+    if len(tasks) > 1:
+        raise click.UsageError("there are several tasks: pass --to, such as --to onnx, and a folder.")
+    ending = _checked_ending(out, tuple(EXPORTERS), tasks[0], options["weights"])
+    found, _, small = _build(tasks[0], base, fold, options)
+    example = _example(small, ending, shape, found)
+    difference, size = _export(small, example, Path(out), _said(found, _one_file(tasks[0])))
     runtime = EXPORTERS[ending][0]
     console.show(
         f"{out}: {size:,} bytes; {runtime}'s outputs differ from PyTorch's by {difference:.1g} at most",
         {"out": out, "bytes": size, "runtime": runtime, "difference": difference, "task": found.name},
     )
+    return None
 
 
-def _export(net: nn.Module, example: Tensor, out: Path) -> tuple[float, int]:
+def _example(net: nn.Module, ending: str, shape: str | None, task: Task) -> Inputs:
+    # torch.export takes an axis of size 1 for a constant, so a free batch is exported with 2 samples.
+    return example_of(net, 1 if ending == ".pte" else 2, shape, [task])
+
+
+def _export_all(
+    console: Console,
+    paths: list[Path],
+    base: str | None,
+    folder: Path,
+    to: str,
+    shape: str | None,
+    fold: bool,
+    network: dict[str, Any],
+) -> int:
+    """Every task as a file of a folder, and what programs need to know of them in its manifest."""
+    from spalier import files
+    from spalier.errors import SpalierError
+    from spalier.inputs import tensors_of
+    from spalier.text import table
+
+    ending = {"onnx": ".onnx", "torch.export": ".pt2", "executorch": ".pte"}[to]
+    folder.mkdir(parents=True, exist_ok=True)
+    bases: dict[str, nn.Module] = {}
+    entries: list[dict[str, Any]] = []
+    cells: list[list[str]] = []
+    for path in paths:
+        name = path.name.removesuffix(SUFFIX)
+        try:
+            where = base or run_beside(path)
+            net = bases.get(where) or bases.setdefault(where, open_base(where, **network))
+            found, digest = spalier.Store(path.parent).read(name)
+            small, out = found.build(net, fold=fold), folder / f"{name}{ending}"
+            example = _example(small, ending, shape, found)
+            difference, size = _export(small, example, out, _said(found, path))
+        except SpalierError as error:
+            entries.append({"task": name, "error": f"{error.code}: {error}"})
+            cells.append([name, "-", "-", f"{error.code}: {error}"])
+            continue
+        said = {"classes": list(found.info.classes), "preprocessing": found.info.preprocessing}
+        made = {"sha256": hashlib.sha256(out.read_bytes()).hexdigest(), "bytes": size, "task_sha256": digest}
+        inputs = [1 if ending == ".pte" else None, *tensors_of(example)[0].shape[1:]]  # None is a batch of any size
+        entries.append({"task": name, "file": out.name, **made, "input": inputs, **said, "metrics": found.info.metrics})
+        cells.append([name, out.name, f"{size:,}", f"{difference:.1g}"])
+        console.note(f"{name}: {size:,} bytes")
+    manifest = {"runtime": EXPORTERS[ending][0], "spalier": spalier.__version__, "tasks": entries}
+    files.write(folder / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+    console.show(table(["task", "file", "bytes", "differs by"], cells), {"folder": str(folder), **manifest})
+    return 3 if any("error" in entry for entry in entries) else 0
+
+
+def _said(task: Task, file: Path) -> dict[str, str]:
+    """What whoever runs the network has to know; as text, since ONNX knows nothing else."""
+    info = task.info
+    plain = {"classes": list(info.classes), "preprocessing": info.preprocessing}
+    words = {"task": task.name, "licence": info.licence, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    return {**words, **{name: json.dumps(value) for name, value in plain.items()}, "version": spalier.__version__}
+
+
+def _export(net: nn.Module, example: Inputs, out: Path, said: Mapping[str, str]) -> tuple[float, int]:
     """How far the runtime's outputs are from PyTorch's, and the bytes of the file. A wrong file is not kept."""
     import torch
 
     from spalier import files
+    from spalier.inputs import call, tensors_of
     from spalier.networks import logits_of
     from spalier.text import import_optional
 
@@ -251,14 +420,14 @@ def _export(net: nn.Module, example: Tensor, out: Path) -> tuple[float, int]:
             import_optional(library, f"{out.suffix} files", NetworkError)
         draft = Path(folder) / out.name
         try:
-            found = logits_of(write(net, example, draft)(example))
+            found = logits_of(write(net, example, draft, said)(example))
         except Exception as error:  # exporters raise kinds of their own for whatever a network does
             words = " ".join(str(error).split())[:300]
             raise NetworkError(
-                f"{runtime} cannot take the network with inputs of {tuple(example.shape)}: {words}; pass the --shape "
-                "that it was learned with, or another kind of file"
+                f"{runtime} cannot take the network with inputs of {tuple(tensors_of(example)[0].shape)}: {words}; "
+                "pass the --shape that it was learned with, or another kind of file"
             ) from error
-        wanted = logits_of(net(example))
+        wanted = logits_of(call(net, example))
         difference = float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
         if not difference < TOLERANCE:  # NaN is not smaller either
             raise NetworkError(
@@ -282,40 +451,64 @@ def _quiet_exporters() -> Iterator[None]:
         logging.disable(before)
 
 
-def _write_onnx(net: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Any]:
+def _arguments(example: Inputs) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Positional and keyword arguments of an exporter, and which of their axes are free: samples, and tokens."""
+    import torch
+
+    batch = torch.export.Dim("batch")
+    if not isinstance(example, dict):
+        return (example,), {}, ({0: batch},)
+    axes = {0: batch, 1: torch.export.Dim.DYNAMIC}  # from 2 to as many as it has positions
+    return (), example, dict.fromkeys(example, axes)
+
+
+def _write_onnx(net: nn.Module, example: Inputs, path: Path, said: Mapping[str, str]) -> Callable[[Inputs], Any]:
     # PyTorch's exporter needs the first and the last, and may say so in words of its own, deep inside
     import onnx  # noqa: F401
     import onnxruntime
     import onnxscript  # noqa: F401
     import torch
 
-    batches = ({0: torch.export.Dim("batch")},)
-    options: dict[str, Any] = {"dynamo": True, "verbose": False, "external_data": False}
-    torch.onnx.export(net, (example,), str(path), dynamic_shapes=batches, **options)
+    from spalier.inputs import tensors_of
+
+    args, kwargs, free = _arguments(example)
+    program = torch.onnx.export(net, args, kwargs=kwargs, dynamic_shapes=free, dynamo=True, verbose=False)
+    assert program is not None
+    program.model.metadata_props.update({f"spalier.{name}": value for name, value in said.items()})
+    program.save(str(path), external_data=False)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    name = session.get_inputs()[0].name
-    return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+    names = [given.name for given in session.get_inputs()]
+    return lambda x: torch.from_numpy(
+        session.run(None, {n: t.numpy() for n, t in zip(names, tensors_of(x), strict=True)})[0]
+    )
 
 
-def _write_program(net: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Any]:
+def _write_program(net: nn.Module, example: Inputs, path: Path, said: Mapping[str, str]) -> Callable[[Inputs], Any]:
     import torch
 
-    batches = ({0: torch.export.Dim("batch")},)
-    torch.export.save(torch.export.export(net, (example,), dynamic_shapes=batches), path)
-    loaded: Callable[[Tensor], Any] = torch.export.load(path).module()
-    return loaded
+    from spalier.inputs import call
+
+    args, kwargs, free = _arguments(example)
+    program = torch.export.export(net, args, kwargs, dynamic_shapes=free)
+    program.example_inputs = None  # torch.export would store the sample itself
+    torch.export.save(program, path, extra_files={"spalier.json": json.dumps(dict(said))})
+    loaded = torch.export.load(path).module()
+    return lambda x: call(loaded, x)
 
 
-def _write_executorch(net: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Any]:
+def _write_executorch(net: nn.Module, example: Inputs, path: Path, _: Mapping[str, str]) -> Callable[[Inputs], Any]:
     import torch
     from executorch.exir import to_edge
     from executorch.runtime import Runtime
 
-    path.write_bytes(to_edge(torch.export.export(net, (example,))).to_executorch().buffer)
+    from spalier.inputs import tensors_of
+
+    args, kwargs, _ = _arguments(example)
+    path.write_bytes(to_edge(torch.export.export(net, args, kwargs)).to_executorch().buffer)
     method = Runtime.get().load_program(path).load_method("forward")
     assert method is not None
     # The runtime reuses its output's memory.
-    return lambda x: method.execute([x])[0].clone()
+    return lambda x: method.execute(tensors_of(x))[0].clone()
 
 
 EXPORTERS = {

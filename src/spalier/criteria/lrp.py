@@ -42,11 +42,6 @@ class LRP(Criterion):
         probe.samples = totals.samples
         return totals.means()
 
-    @property
-    def name(self) -> str:
-        """What tables call it."""
-        return "lrp"
-
 
 def _or_nothing(values: list[Tensor | None], batch: Batch) -> list[Tensor | None]:
     """Queries, keys and gates get no relevance; if nothing does, something is wrong."""

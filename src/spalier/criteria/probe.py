@@ -28,7 +28,7 @@ from spalier.adapters.attachment import attachment_of, fused_value, is_marked, o
 from spalier.errors import ScoreError
 from spalier.pruning.modules import base_scale, run_attention
 from spalier.pruning.plan import Kept, kept_of
-from spalier.structure.graph import in_eval_mode
+from spalier.structure.graph import hooked, in_eval_mode
 from spalier.structure.sites import Side, Site, layer_name
 from spalier.structure.streams import kept_indices
 from spalier.structure.structure import Structure
@@ -160,11 +160,8 @@ def _first_not_finite(net: nn.Module, batch: Batch) -> str:
     if any(t.is_floating_point() and not torch.isfinite(t).all() for t in given):
         return ", its inputs are not finite"
     handles = [m.register_forward_hook(note(n)) for n, m in net.named_modules() if n]
-    try:
+    with hooked(handles):
         batch.run(net)
-    finally:
-        for handle in handles:
-            handle.remove()
     return f", first not finite at {found[0]!r}" if found else ""
 
 
@@ -252,12 +249,7 @@ class _Tap:
     """The hook on one module."""
 
     def __init__(
-        self,
-        record: Record,
-        numbers: list[int],
-        measure: Callable[..., Tensor],
-        gradients: bool,
-        values: bool,
+        self, record: Record, numbers: list[int], measure: Callable[..., Tensor], gradients: bool, values: bool
     ) -> None:
         self.record, self.numbers, self.measure = record, numbers, measure
         self.gradients, self.values = gradients, values
@@ -349,11 +341,8 @@ def seeing(net: nn.Module, places: Iterable[tuple[str, Side, See]]) -> Iterator[
             handles.append(module.register_forward_hook(_of_output(see), prepend=True))
         else:
             handles.append(module.register_forward_pre_hook(_of_input(see)))
-    try:
+    with hooked(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _of_output(see: See) -> Callable[..., Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal
 
 import numpy as np
@@ -32,7 +31,7 @@ from spalier.criteria.probe import Batches, Probe, Values
 from spalier.distributed import summed_over_ranks
 from spalier.errors import ConfigError, ScoreError
 from spalier.structure.structure import Structure, structure_of
-from spalier.text import table
+from spalier.text import InNotebooks, close_names, near, table
 
 Floats = npt.NDArray[np.float64]
 Aggregate = Literal["sum", "mean", "max"]
@@ -41,8 +40,8 @@ NORMALISATIONS = ("none", "sum", "l2", "mean", "max")
 AGGREGATIONS = ("sum", "mean", "max")
 
 
-@dataclass(frozen=True, eq=False)
-class Scores:
+@dataclass(frozen=True, eq=False, repr=False)
+class Scores(InNotebooks):
     """How much each unit matters: the higher, the longer it stays. Print it."""
 
     structure: Structure
@@ -62,11 +61,12 @@ class Scores:
         if len(found) == 1:
             return found[0].copy()
         known = [layer for parts in self.layers.values() for layer in parts]
-        close = get_close_matches(str(name), known, n=3) or known[:3]
-        raise ScoreError(f"no layer {name!r} was scored; expected a name such as {', '.join(map(repr, close))}")
+        raise ScoreError(f"no layer {name!r} was scored; expected a name such as {near(name, known)}")
 
     def of(self, stream: str, normalise: Normalise | None = None, aggregate: Aggregate = "mean") -> Floats:
         """The scores of a stream: each of its layers normalised, then brought together."""
+        if stream not in self.layers:
+            raise ScoreError(f"no stream {stream!r} was scored; expected a name such as {near(stream, self.layers)}")
         parts = [normalised(each, normalise or self.normalise) for each in self.layers[stream].values()]
         gone = np.isnan(np.stack(parts)).all(0)
         stacked = np.nan_to_num(np.stack(parts))  # a unit that one writer alone has lost counts nothing there
@@ -74,6 +74,10 @@ class Scores:
             raise ConfigError(f"aggregate is {aggregate!r}, expected one of {', '.join(AGGREGATIONS)}")
         total: Floats = getattr(np, aggregate)(stacked, axis=0)
         return np.where(gone, np.nan, total)
+
+    def __repr__(self) -> str:
+        units = sum(len(next(iter(parts.values()))) for parts in self.layers.values())
+        return f"Scores({self.criterion}, {units:,} units in {len(self.layers):,} streams, {self.samples:,} samples)"
 
     def __str__(self) -> str:
         rows = [
@@ -168,8 +172,9 @@ def criterion_of(given: str | Criterion) -> Criterion:
         return given
     if isinstance(given, str) and given in CRITERIA:
         return CRITERIA[given]()
+    meant = f"did you mean {near(given, CRITERIA)}? " if close_names(given, CRITERIA) else ""
     raise ConfigError(
-        f"criterion is {given!r}, expected one of {', '.join(CRITERIA)}, or an object such as "
+        f"criterion is {given!r}, {meant}expected one of {', '.join(CRITERIA)}, or an object such as "
         "spalier.criteria.Weight(p=2)"
     )
 

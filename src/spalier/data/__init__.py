@@ -3,5 +3,6 @@
 from spalier.data.data import BadFile, Data, Split
 from spalier.data.loader import Loader
 from spalier.data.sources import open_data
+from spalier.data.texts import texts_of
 
-__all__ = ["BadFile", "Data", "Loader", "Split", "open_data"]
+__all__ = ["BadFile", "Data", "Loader", "Split", "open_data", "texts_of"]

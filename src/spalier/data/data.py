@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from spalier.errors import ConfigError, DataError
+from spalier.inputs import Inputs
 from spalier.text import check_integer, printable, table
 
 Images = NDArray[np.uint8]
@@ -48,8 +49,8 @@ class Split(Protocol):
 
     def __len__(self) -> int: ...
 
-    def fetch(self, indices: Ints, epoch: int | None, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Images and labels of these samples; with an epoch of None they are not augmented."""
+    def fetch(self, indices: Ints, epoch: int | None, seed: int = 0) -> tuple[Inputs, Tensor]:
+        """Inputs of the network and labels of these samples; with an epoch of None they are not augmented."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +129,22 @@ class Data:
             digest=_digest_of_datasets(list(splits.values()), names),
         )
 
+    @property
+    def is_text(self) -> bool:
+        """Whether samples are texts, and not images."""
+        return self.preprocessing.get("kind") == "text"
+
+    def example(self, count: int = 2) -> Inputs:
+        """Inputs of the shape that costs and latency are stated for."""
+        made = getattr(self.train, "example", None)
+        return torch.zeros(count, *self.shape) if made is None else made(count, *self.shape)
+
     def __str__(self) -> str:
         """The splits with their samples and classes, and what is worth knowing."""
         splits = {"training": self.train, "validation": self.validation, "test": self.test}
         rows = [[name, *self._counts(split.labels)] for name, split in splits.items() if split is not None]
-        head = f"{printable(self.name)}: {len(self.classes)} classes, {' x '.join(map(str, self.shape))}"
+        size = " x ".join(map(str, self.shape)) + (" tokens" if self.is_text else "")
+        head = f"{printable(self.name)}: {len(self.classes)} classes, {size}"
         skipped = [f"left out: {bad}" for bad in self.skipped[:20]]
         if len(self.skipped) > 20:
             skipped.append(f"left out: {len(self.skipped) - 20:,} more")

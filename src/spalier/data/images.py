@@ -40,15 +40,17 @@ SPLIT_NAMES = {
 """What folders, and splits of other libraries, are called; the first is what messages say."""
 MAX_FILE_BYTES = 256 * 2**20
 CACHE_VERSION = 2
+_LOOKS = 11  # images whose size is looked at
 """Of what decoding does; a new number makes caches anew."""
 _TEST_SHARE, _TEST_SEED = 0.2, 2023
+_LISTED = 20  # bad files that an error shows; it counts the rest
 _IMAGE_NAME = re.compile(r"\.(jpe?g|jpe|jfif|mpo|png|gif|bmp|webp|tiff?|p[bgnp]m|avif|jp2)$", re.IGNORECASE)
 _CLUTTER = {"thumbs.db", "desktop.ini", "_ds_store", "__macosx"}
 
 
 @dataclass(frozen=True)
 class File:
-    """An image that can be read, as bytes or as an image of Pillow. ``stamp`` changes when its contents do."""
+    """A sample that can be read: bytes or an image of Pillow, or a text. ``stamp`` changes when its contents do."""
 
     name: str
     read: Callable[[], Any]
@@ -74,6 +76,26 @@ class Samples:
         """Some of the samples."""
         files = tuple(self.files[i] for i in rows)
         return replace(self, labels=self.labels[rows], splits=self.splits[rows], files=files)
+
+    def check(self, name: str, what: str, skip_bad: bool) -> None:
+        """Refuse samples that cannot be used, classes that nothing can be learned of, and a single class."""
+        if self.bad and not skip_bad:
+            raise _refusal(name, "files" if what == "images" else what, self.bad, len(self) + len(self.bad))
+        labels = self.labels[self.splits == TRAIN]
+        if not len(labels):
+            raise DataError(f"{printable(name)} has no training {what} that can be used; expected some")
+        if not self.classes:
+            return
+        empty = [each for i, each in enumerate(self.classes) if i not in labels]
+        if empty:
+            raise DataError(
+                f"{printable(name)} has classes without any training {what.removesuffix('s')} that can be used: "
+                f"{first_few(empty, _LISTED)}; add {what}, remove the classes, or pass classes= without them"
+            )
+        if len(self.classes) < 2:
+            raise DataError(
+                f"{printable(name)} has a single class, {first_few(self.classes)}; expected at least two to tell apart"
+            )
 
     def with_note(self, note: str) -> Samples:
         """The same with something that the summary will say."""
@@ -126,6 +148,16 @@ class Samples:
         splits, training = self.splits.copy(), np.flatnonzero(self.splits == TRAIN)
         splits[training[held_out(self.labels[training], share, seed)]] = split
         return replace(self, splits=splits)
+
+
+def _refusal(name: str, what: str, bad: Sequence[BadFile], total: int) -> DataError:
+    lines = [f"  {entry}" for entry in bad[:_LISTED]]
+    if len(bad) > _LISTED:
+        lines.append(f"  and {len(bad) - _LISTED:,} more")
+    return DataError(
+        f"{len(bad):,} of {total:,} {what} of {printable(name)} cannot be used; repair or remove them, or pass "
+        "skip_bad=True to leave them out:\n" + "\n".join(lines)
+    )
 
 
 # -- finding files ----------------------------------------------------------------------------------------------------
@@ -236,6 +268,21 @@ def _walk(path: Path, name: str, seen: set[tuple[int, int]]) -> Iterator[File | 
 def _is_clutter(name: str) -> bool:
     """True for hidden files, and for what operating systems leave behind."""
     return name.startswith(".") or name.lower() in _CLUTTER
+
+
+def usual_size(files: Sequence[File]) -> int:
+    """The side that images get where nobody says: as they are where they are small, 224 where they are large.
+
+    A few of them are looked at, and the middle one counts; between 64 and 224 it is a multiple of 32.
+    """
+    sides = []
+    for i in np.unique(np.linspace(0, len(files) - 1, _LOOKS).astype(np.int64)) if files else ():
+        with suppress(Exception):  # what cannot be read is reported when all of them are
+            found = files[i].read() if files[i].size <= MAX_FILE_BYTES else b""
+            image = pillow().open(BytesIO(found), formats=_formats()) if isinstance(found, bytes) else found
+            sides.append(min(image.size))
+    side = sorted(sides)[len(sides) // 2] if sides else 224
+    return max(side, 8) if side <= 64 else min(224, -(-side // 32) * 32)
 
 
 # -- decoding them ----------------------------------------------------------------------------------------------------
@@ -354,13 +401,14 @@ def center_square(image: Any, side: int) -> Images:
     return np.asarray(image.resize((side, side), resample=pillow().Resampling.BILINEAR, box=box))
 
 
-def decode(data: bytes) -> Any:
-    """An image of Pillow from a file's bytes. Its size is checked before anything is decoded."""
+def decode(data: bytes, pixels: int | None = None) -> Any:
+    """An image of Pillow from a file's bytes, of at most so many pixels: that is checked before any is decoded."""
     image = pillow().open(BytesIO(data), formats=_formats())
     width, height = image.size
-    most = pillow().MAX_IMAGE_PIXELS  # Pillow itself only warns up to twice this
-    if most is not None and width * height > 2 * most:
-        raise pillow().DecompressionBombError(f"{width:,} x {height:,} pixels, at most {2 * most:,} are decoded")
+    own = pillow().MAX_IMAGE_PIXELS  # Pillow itself only warns up to twice this
+    most = min(pixels or width * height, 2 * own if own else width * height)
+    if width * height > most:
+        raise pillow().DecompressionBombError(f"{width:,} x {height:,} pixels, at most {most:,} are decoded")
     image.load()
     return image
 

@@ -19,8 +19,10 @@ from spalier.data.data import ORDER, Ints, Split, generator
 from spalier.errors import ConfigError, DataError, SpalierError
 from spalier.text import check_integer
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Any, Tensor]
+"""Images, or a dict of keyword arguments; and labels."""
 _Key = tuple[int | None, Ints]
+_GROUPED = 50  # batches that are sorted by length together: more would make epochs alike, fewer would pad more
 
 
 class Loader:
@@ -28,7 +30,8 @@ class Loader:
 
     A batch of ``batch_size`` samples is shared by ``world_size`` processes: number ``rank`` gets every
     world_size-th sample of it. Order and augmentation depend on ``seed``, the epoch and the sample alone, so that any
-    batch can be had again. Samples are augmented when they are shuffled, unless ``augment`` says otherwise.
+    batch can be had again. Samples are augmented when they are shuffled, unless ``augment`` says otherwise. Texts that
+    are shuffled are grouped by length, so that little is padded.
 
     >>> from spalier.data import open_data
     >>> data = open_data("digits")
@@ -105,7 +108,11 @@ class Loader:
 
     def _shares(self, epoch: int, start: int) -> Iterator[Ints]:
         count = len(self.split)
-        order = generator(self.seed, epoch, ORDER).permutation(count) if self.shuffle else np.arange(count)
+        numbers = generator(self.seed, epoch, ORDER)
+        order = numbers.permutation(count) if self.shuffle else np.arange(count)
+        lengths = getattr(self.split, "lengths", None)
+        if self.shuffle and lengths is not None:
+            order = grouped(order, lengths, self.batch_size, numbers)
         for i in range(start, len(self)):
             yield order[i * self.batch_size : (i + 1) * self.batch_size][self.rank :: self.world_size]
 
@@ -142,6 +149,22 @@ class Loader:
     def _next(self, batches: Iterator[Batch | SpalierError]) -> Batch | SpalierError:
         with _dead_worker_explained(self):
             return next(batches)
+
+
+def grouped(order: Ints, lengths: Ints, size: int, numbers: np.random.Generator) -> Ints:
+    """Another order, whose batches hold samples of about one length: sorted within many batches, which are shuffled.
+
+    >>> grouped(np.arange(6), np.array([9, 1, 8, 2, 9, 1]), 2, np.random.default_rng(0))
+    array([2, 0, 3, 4, 1, 5])
+    """
+    whole = len(order) // size * size
+    reach = _GROUPED * size
+    pieces = [order[i : min(i + reach, whole)] for i in range(0, whole, reach)]
+    batches = [piece[np.argsort(lengths[piece], kind="stable")].reshape(-1, size) for piece in pieces]
+    if not batches:
+        return order
+    every = np.concatenate(batches)
+    return np.concatenate([every[numbers.permutation(len(every))].ravel(), order[whole:]])
 
 
 def _start_worker(_: int) -> None:

@@ -1,4 +1,4 @@
-"""`open_data`: a data set by name, from scikit-learn, torchvision, Hugging Face or a folder of images."""
+"""`open_data`: a data set by name, of scikit-learn, torchvision, Hugging Face, folders of images or files of texts."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ from spalier.data.images import (
     decode_files,
     find_in_folder,
     pillow,
+    usual_size,
 )
-from spalier.errors import DataError
+from spalier.data.texts import LABEL_COLUMNS, TEXT_COLUMNS, column_of, find_texts, text_data, to_samples
+from spalier.errors import ConfigError, DataError
 from spalier.text import check_integer, first_few, import_optional, printable
 
-NAMES = ("digits", "torchvision:NAME", "hf:NAME", "folder:PATH")
+NAMES = ("digits", "torchvision:NAME", "hf:NAME", "folder:PATH", "text:PATH")
 _DATA_FOLDER_VARIABLE = "SPALIER_DATA"
 _NOT_MIRRORED = ("MNIST", "EMNIST", "KMNIST", "QMNIST", "USPS", "SVHN", "GTSRB", "RenderedSST2")
-_LISTED = 20  # bad files that an error shows; it counts the rest
 
 
 def open_data(
@@ -58,14 +59,18 @@ def open_data(
     max_train_samples: int | None = None,
     classes: Sequence[str] | None = None,
     download: bool = False,
+    tokenizer: str | None = None,
+    max_length: int | None = None,
+    text_column: str | None = None,
+    label_column: str | None = None,
 ) -> Data:
-    """Find a data set, check all of it, decode it once, and split it.
+    """Find a data set, check all of it, decode or tokenise it once, and split it.
 
     Args:
-        name: digits, torchvision:NAME, hf:NAME or folder:PATH.
+        name: digits, torchvision:NAME, hf:NAME, folder:PATH or text:PATH.
         folder: where sets of torchvision are; by default the folder that the environment variable SPALIER_DATA names,
             or ``data``.
-        image_size: the side of the images; by default that of small images, and 224 for others.
+        image_size: the side of the images; by default their own where they are small, and 224 at most.
         validation_split: the share of each training class that is held out, where the set has no validation split.
         seed: draws the validation split, and the samples that ``max_train_samples`` leaves.
         skip_bad: leave out files that cannot be used, and record them, instead of an error that lists them.
@@ -74,6 +79,11 @@ def open_data(
         max_train_samples: at most so many training samples, of all classes, validation included.
         classes: only these classes, numbered in this order.
         download: let torchvision download a set that is not there.
+        tokenizer: for texts, the network whose tokenizer is used: hf:NAME, or a folder. A set of hf:NAME has texts
+            where it is given.
+        max_length: tokens of a text at most, longer ones are cut; by default what the tokenizer says, at most 512.
+        text_column: the column of texts; by default text, sentence, question...
+        label_column: the column of classes; by default label, class, category...
 
     >>> print(open_data("digits"))  # doctest: +ELLIPSIS
     digits: 10 classes, 3 x 8 x 8
@@ -83,25 +93,21 @@ def open_data(
     check_integer("seed", seed)
     share = check_share(validation_split)
     size = None if image_size is None else check_integer("image_size", image_size, 4)
+    limited = partial(_limited, labels=labels, classes=classes, max_train_samples=max_train_samples, seed=seed)
+    if tokenizer is not None or name.startswith("text:"):
+        found = _find_texts(name, tokenizer, labels, text_column, label_column)
+        return text_data(name, limited(found), tokenizer or "", max_length, share, seed, skip_bad)
     root = folder or os.environ.get(_DATA_FOLDER_VARIABLE) or "data"
     samples, preprocessing = _find(name, Path(root).expanduser(), size, labels, download)
-    if not labels:
-        samples = replace(samples, classes=(), labels=np.full(len(samples), -1))
-    if classes is not None:
-        samples = samples.with_classes([classes] if isinstance(classes, str) else classes)
-    if max_train_samples is not None:
-        samples = samples.with_limit(check_integer("max_train_samples", max_train_samples, 1), seed)
+    samples = limited(samples)
     if not len(samples) and not samples.bad:
         raise DataError(f"{printable(name)} has no images at all; expected some")
     decoded = decode_files(samples.files, preprocessing.stored, cache_folder)
     wrong = [BadFile(samples.files[i].name, reason) for i, reason in sorted(decoded.wrong.items())]
-    bad = (*samples.bad, *wrong)
-    if bad and not skip_bad:
-        raise _refusal(name, bad, len(samples) + len(samples.bad))
     # Rows of the images that can be used: nothing is copied to leave out a few.
     rows = np.array([i for i in range(len(samples)) if i not in decoded.wrong], np.int64)
-    samples = samples.at(rows)
-    _check_classes(name, samples)
+    samples = replace(samples.at(rows), bad=(*samples.bad, *wrong))
+    samples.check(name, "images", skip_bad)
     samples = samples.with_validation(share, seed)
     chosen = [np.flatnonzero(samples.splits == split) for split in (TRAIN, VALIDATION, TEST)]
     train, validation, test = (ArraySplit(decoded.images, rows[at], samples.labels[at], preprocessing) for at in chosen)
@@ -115,9 +121,22 @@ def open_data(
         test=test if len(test) else None,
         preprocessing=preprocessing.as_dict(),
         digest=digest(*contents, samples.labels, samples.splits, str(preprocessing), *samples.classes),
-        skipped=bad,
+        skipped=samples.bad,
         notes=samples.notes,
     )
+
+
+def _limited(
+    samples: Samples, labels: bool, classes: Sequence[str] | None, max_train_samples: int | None, seed: int
+) -> Samples:
+    """The samples that were asked for."""
+    if not labels:
+        samples = replace(samples, classes=(), labels=np.full(len(samples), -1))
+    if classes is not None:
+        samples = samples.with_classes([classes] if isinstance(classes, str) else classes)
+    if max_train_samples is not None:
+        samples = samples.with_limit(check_integer("max_train_samples", max_train_samples, 1), seed)
+    return samples
 
 
 def _find(name: str, folder: Path, size: int | None, labels: bool, download: bool) -> tuple[Samples, Preprocessing]:
@@ -128,44 +147,45 @@ def _find(name: str, folder: Path, size: int | None, labels: bool, download: boo
     if kind == "torchvision" and rest:
         return _torchvision(rest, folder, size, download)
     if kind == "hf" and rest:
-        return _hugging_face(rest, labels), _preprocessing(size or 224)
+        samples = _hugging_face(rest, labels)
+        return samples, _preprocessing(size or usual_size(samples.files))
     if kind == "folder" and rest:
-        return find_in_folder(rest, labels), _preprocessing(size or 224)
+        samples = find_in_folder(rest, labels)
+        return samples, _preprocessing(size or usual_size(samples.files))
     raise DataError(
         f"there is no data set {printable(name)!r}; expected one of {', '.join(NAMES)}, or Data.of(dataset)"
     )
 
 
+def _find_texts(
+    name: str, tokenizer: str | None, labels: bool, text_column: str | None, label_column: str | None
+) -> Samples:
+    kind, _, rest = name.partition(":")
+    if tokenizer is None:
+        raise ConfigError(f"{printable(name)} needs the tokenizer of a network; pass tokenizer=, such as hf:NAME")
+    if kind == "text" and rest:
+        return find_texts(rest, labels, text_column, label_column)
+    if kind != "hf" or not rest:
+        raise ConfigError(f"tokenizer is set, and {printable(name)} has no texts; expected text:PATH or hf:NAME")
+    library = import_optional("datasets", f"hf:{printable(rest)}", DataError)
+    splits = _hugging_face_splits(library, rest)
+    features = splits[TRAIN].features
+    text = column_of(name, list(features), text_column, TEXT_COLUMNS, "text_column")
+    label = column_of(name, list(features), label_column, LABEL_COLUMNS, "label_column") if labels else ""
+    classes = getattr(features[label], "names", None) if labels else None
+    rows = (
+        (split, f"{SPLIT_NAMES[split][0]}/{i}", words, said)
+        for split, found in splits.items()
+        if not labels or set(found[label]) != {-1}  # how test samples without labels are published
+        for i, (words, said) in enumerate(
+            zip(found[text], found[label] if labels else [None] * len(found), strict=True)
+        )
+    )
+    return to_samples(rows, classes, labels).with_test()
+
+
 def _preprocessing(size: int) -> Preprocessing:
     return Preprocessing.photographs(size) if size > 64 else Preprocessing.small(size)
-
-
-def _refusal(name: str, bad: Sequence[BadFile], total: int) -> DataError:
-    lines = [f"  {entry}" for entry in bad[:_LISTED]]
-    if len(bad) > _LISTED:
-        lines.append(f"  and {len(bad) - _LISTED:,} more")
-    return DataError(
-        f"{len(bad):,} of {total:,} files of {printable(name)} cannot be used; repair or remove them, or pass "
-        "skip_bad=True to leave them out:\n" + "\n".join(lines)
-    )
-
-
-def _check_classes(name: str, samples: Samples) -> None:
-    labels = samples.labels[samples.splits == TRAIN]
-    if not len(labels):
-        raise DataError(f"{printable(name)} has no training images that can be used; expected some")
-    if not samples.classes:
-        return
-    empty = [each for i, each in enumerate(samples.classes) if i not in labels]
-    if empty:
-        raise DataError(
-            f"{printable(name)} has classes without any training image that can be used: "
-            f"{first_few(empty, _LISTED)}; add images, remove the classes, or pass classes= without them"
-        )
-    if len(samples.classes) < 2:
-        raise DataError(
-            f"{printable(name)} has a single class, {first_few(samples.classes)}; expected at least two to tell apart"
-        )
 
 
 # -- the sources ------------------------------------------------------------------------------------------------------
@@ -206,8 +226,7 @@ def _torchvision(name: str, folder: Path, size: int | None, download: bool) -> t
     )
     which = np.repeat(list(splits), [len(dataset) for dataset in splits.values()])
     samples = Samples(classes, check_labels(labels, len(classes), f"torchvision:{name}"), which, files)
-    side = min(image.size)
-    preprocessing = _preprocessing(size or (side if side <= 64 else 224))
+    preprocessing = _preprocessing(size or usual_size(files))
     return samples.with_test(), replace(preprocessing, flip=name not in _NOT_MIRRORED)
 
 

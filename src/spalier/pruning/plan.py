@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ from spalier.errors import PlanError
 from spalier.structure.labels import Ints, Mask
 from spalier.structure.streams import kept_indices
 from spalier.structure.structure import Structure
-from spalier.text import first_few, table
+from spalier.text import InNotebooks, first_few, near, percent, table
 
 PRUNED_MARK = "_spalier_kept"
 """The private attribute of a pruned network that holds the kept units of its base."""
@@ -79,8 +78,8 @@ class Prediction:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan(InNotebooks):
     """Which units stay, counted as in the unpruned network; a stream that is not named keeps what it has.
 
     With ``writers="free"`` the layers that write into one stream may keep different units of it: name them by their
@@ -117,6 +116,34 @@ class Plan:
         object.__setattr__(self, "ranks", components)
         object.__setattr__(self, "prediction", prediction)
 
+    @property
+    def nearly_gone(self) -> dict[str, tuple[int, int]]:
+        """Streams and writers that lose most of what they have, and keep under 5% or at most two units: kept and of."""
+        sizes = {name: (len(units), _size(self.structure, name, self.writers)) for name, units in self.keep.items()}
+        return {n: (kept, size) for n, (kept, size) in sizes.items() if size > 4 and (kept <= 2 or kept < size / 20)}
+
+    def warning(self) -> str:
+        """What to know of layers that nearly disappear, and what to try; empty where none does."""
+        found = [f"{name} ({kept} of {size})" for name, (kept, size) in self.nearly_gone.items()]
+        if not found:
+            return ""
+        return (
+            f"nearly gone: {first_few(found, 8)}; what passes there is lost: try min_keep=4, "
+            "ranking='local', protect=, or a larger budget"
+        )
+
+    def __repr__(self) -> str:
+        sizes = {name: _size(self.structure, name, self.writers) for name in self.keep}
+        kept, names = (
+            sum(map(len, self.keep.values())),
+            "streams" if self.writers == "coupled" else "streams or writers",
+        )
+        parts = [f"{kept:,} of {sum(sizes.values()):,} units in {len(sizes):,} {names}"]
+        parts += [f"ranks of {len(self.ranks):,} adapters"] if self.ranks else []
+        if self.prediction is not None:
+            parts += [f"{percent(share)} of {what}" for what, share in self.prediction.density.items()]
+        return f"Plan({', '.join(parts)})"
+
     def __str__(self) -> str:
         parts = []
         if self.keep or not self.ranks:
@@ -128,6 +155,8 @@ class Plan:
             parts.append(table(["adapter", "rank"], [[name, str(len(r))] for name, r in self.ranks.items()]))
         if self.prediction is not None:
             parts.append(str(self.prediction))
+        if warning := self.warning():
+            parts.append(warning)
         return "\n\n".join(parts)
 
 
@@ -142,8 +171,7 @@ def _size(structure: Structure, name: str, writers: Writers) -> int:
             f"{name!r} writes into a stream with others; pass writers='free' to let it keep units of its own"
         )
     known = [*structure.index, *(structure.free_writers if writers == "free" else ())]
-    close = get_close_matches(str(name), known, n=3) or known[:3] or ["none: it has no streams"]
-    raise PlanError(f"{name!r} is no stream of this network; expected a name such as {', '.join(map(repr, close))}")
+    raise PlanError(f"{name!r} is no stream of this network; expected a name such as {near(name, known)}")
 
 
 def _units(name: str, units: Iterable[int], size: int | None) -> tuple[int, ...]:

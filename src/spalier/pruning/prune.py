@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from spalier.adapters.attach import fuse
 from spalier.adapters.attachment import Attachment, Changes, Owner, attachment_of, is_marked, owners_of
+from spalier.adapters.calls import Calls, corrected_with
 from spalier.adapters.geometry import Geometry
 from spalier.adapters.kinds import LowRank, Update
 from spalier.errors import PlanError, PruneError
@@ -226,7 +227,24 @@ def _resize_(reduction: Reduction, changes: Changes) -> dict[str, dict[str, Any]
                 if isinstance(value, int | tuple) and key in module.__dict__:  # sizes, no forwards
                     base.setdefault(path, {}).setdefault(key, module.__dict__[key])
                 changes.set_(module, "", key, value)
+    for path, calls in _calls(reduction).items():
+        module = net.get_submodule(path)
+        for key, value in corrected_with(module, calls).items():
+            changes.set_(module, "", key, value)
     return base
+
+
+def _calls(reduction: Reduction) -> dict[str, Calls]:
+    """What has to be set right in modules' calls; nothing in those that have all their weights."""
+    structure, left = reduction.structure, reduction.left
+    found: dict[str, Calls] = {}
+    modules = [*(v.module for v in structure.views), *(s.module for s in structure.scales), *structure.grouped]
+    for path in dict.fromkeys(modules):
+        own = [first for name, first in structure.names.items() if name.startswith(f"{path}." if path else "")]
+        if not own or not all(mask.all() for name in own for mask in left.of(structure, name)):
+            views = tuple(view.left(left.streams) for view in structure.views if view.module == path)
+            found[path] = Calls(views, tuple((s.axes, s.number) for s in structure.scales if s.module == path))
+    return found
 
 
 def _is_around_attention(module: nn.Module, touched: set[nn.Module]) -> bool:

@@ -30,7 +30,7 @@ from spalier.distributed import broadcast_
 from spalier.errors import RecoveryError
 from spalier.pruning.plan import Reduction
 from spalier.pruning.regression import Moments, as_features, features, matrix_of, set_best_
-from spalier.structure.graph import in_eval_mode
+from spalier.structure.graph import hooked, in_eval_mode
 from spalier.structure.labels import Ints
 from spalier.structure.structure import Structure
 from spalier.text import first_line, table
@@ -308,11 +308,8 @@ class _Solver:
                     self._set_(name, self.chosen[name], x, before.output(name))
 
                 handles.append(target.layer.register_forward_pre_hook(hook, with_kwargs=True))
-            try:
+            with hooked(handles):
                 yield
-            finally:
-                for handle in handles:
-                    handle.remove()
 
     def _set_(self, name: str, target: _Target, x: Tensor, wanted: Tensor) -> None:
         layer, update = target.layer, target.update
@@ -378,11 +375,8 @@ def _calls(net: nn.Module, args: Any, kwargs: Any) -> Counter[nn.Module]:
     """How often each module runs in one forward."""
     counted: Counter[nn.Module] = Counter()
     handles = [m.register_forward_pre_hook(lambda module, _: counted.update([module])) for m in net.modules()]
-    try:
+    with hooked(handles):
         _run(net, args, kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
     return counted
 
 
@@ -438,16 +432,13 @@ class Lockstep:
 
             layer = self._net.get_submodule(name)  # what it returns itself, before a gather spreads it
             handles.append(layer.register_forward_hook(hook, prepend=True))
-        with suppress(_Stopped):
+        with suppress(_Stopped), hooked(handles):
             try:
                 with torch.no_grad():
                     self._net(*self._args, **self._kwargs)
                 self._hand("", None)
             except Exception as error:  # for whoever waits
                 self._hand("", error)
-            finally:
-                for handle in handles:
-                    handle.remove()
 
     def _hand(self, name: str, value: Any) -> None:
         if self._stopped.is_set():

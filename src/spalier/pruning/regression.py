@@ -117,14 +117,7 @@ def _patches(window: Window, x: Tensor) -> Tensor:
 
 
 def set_best_(
-    moments: Moments,
-    layer: Any,
-    update: Update | None,
-    before: Tensor,
-    ridge: float,
-    changes: Changes,
-    *,
-    shifts: bool,
+    moments: Moments, layer: Any, update: Update | None, before: Tensor, ridge: float, changes: Changes, *, shifts: bool
 ) -> tuple[float, float]:
     """Set a layer's update to the best of its form, or its own weight where it has none.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ from spalier.structure.graph import (
     Value,
     arguments,
     copied,
+    hooked,
     in_eval_mode,
     module_of,
     operation,
@@ -170,14 +172,8 @@ def _leaf_outputs(net: nn.Module, example: Any) -> tuple[dict[str, Tensor], list
     handles = follow_calls(net, running)
     handles += [module.register_forward_hook(partial(keep, path)) for path, module in net.named_modules()]
     args, kwargs = arguments(copied(example))
-    try:
-        with preserved(net), in_eval_mode(net), torch.no_grad():
-            net(*args, **kwargs)
-    except Exception:  # the caller has caught it before, and asks where
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
+    with suppress(Exception), hooked(handles), preserved(net), in_eval_mode(net), torch.no_grad():
+        net(*args, **kwargs)  # where it raises, the caller has caught that before, and asks where
     return outputs, running
 
 

@@ -203,7 +203,8 @@ def _accuracy_figure(data: ReportData, axis: CostAxis, found: Sequence[Point]) -
     several = len(names) > 1
     for name in names:
         inside = [point for point in found if point.panel == name]
-        alike = [point for point in found if point.subject == inside[0].subject]  # these share their y axis
+        # all panels and figures of one subject share their y axis
+        alike = [p for p in points(data) if p.subject == inside[0].subject and p.values(data.measure)]
         values = [v for p in alike for v in (*p.mean(data.measure).share_range, *p.values(data.measure))]
         y = draw.linear(MEASURES[data.measure], values, most=1, text=lambda v: f"{100 * v:.4g}%")
         marks = [mark for point in inside for mark in _point_marks(data.measure, axis, point)]
@@ -213,7 +214,7 @@ def _accuracy_figure(data: ReportData, axis: CostAxis, found: Sequence[Point]) -
             places = [(p.mean(axis.number).value, p.mean(data.measure).value) for p in line]
             shown = label if not several or len(series) > 1 else ""
             marks.append(draw.Line(places, css, shown, axis.joined))
-        panels.append(draw.Panel(x, y, marks, name, height=180 if several else 250))
+        panels.append(draw.Panel(x, y, marks, name, height=220 if several else 320))
     for point in found:
         cost, accuracy = point.mean(axis.number).value, point.mean(data.measure)
         told = ([point.panel] if several else []) + [point.series, point.density]

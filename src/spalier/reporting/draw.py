@@ -302,11 +302,13 @@ class Figure:
     """How wide a panel has to be at least."""
     key: Sequence[str] = ()
     """What colours mean, where no label stands beside them: words that are class names too."""
+    full: bool = False
+    """Whether it takes the whole width of the page even with one panel."""
 
     @property
     def wide(self) -> bool:
         """Whether it takes the whole width of the page."""
-        return len(self.panels) > 1 and self.place != "task"
+        return (self.full or len(self.panels) != 1) and self.place != "task"
 
 
 # -- SVG --------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -20,6 +21,7 @@ MOST_COUNTS = 20
 MOST_PAIRS = 25
 MOST_STREAMS = 11
 _ACROSS = 4  # images in a row
+_TEXT_ROW = 0.6
 _HEAD, _ROW = 0.3, 1.42  # what a heading and a row of images take, in widths of an image
 
 
@@ -35,7 +37,7 @@ def bars(label: str, rows: Sequence[tuple[str, float, str, str]], css: str, text
     marks = [draw.Box(0, top - i - 0.35, r[1], top - i + 0.35, css, r[2], r[3]) for i, r in enumerate(rows)]
     x = draw.linear(label, [0, *(row[1] for row in rows)], text=text)
     y = rows_axis([clean(row[0]) for row in reversed(rows)])
-    return draw.Panel(x, y, marks, height=max(16 * len(rows), 40))
+    return draw.Panel(x, y, marks, height=max(16 * len(rows), min(30 * len(rows), 160)))
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------
@@ -118,7 +120,7 @@ def learning_figure(run: Run, name: str) -> draw.Figure | None:
         caption += " Validation accuracy was measured only at the ends of blocks."
     columns = ["block", "step", "loss", "validation"]
     rows = [[e.block, e.step, e.loss, e.validation] for e in run.epochs]
-    return draw.Figure(name, "Learning", caption, panels, columns, rows, "run", run.name)
+    return draw.Figure(name, "Learning", caption, panels, columns, rows, "run", run.name, full=True)
 
 
 # -- a task -----------------------------------------------------------------------------------------------------------
@@ -250,7 +252,9 @@ def _histogram(
 
 
 def _examples_figure(task: TaskResult, name: str) -> draw.Figure:
-    """Images with what they are, what they were predicted as, and with what confidence."""
+    """Images or texts with what they are, what they were predicted as, and with what confidence."""
+    is_text = not task.examples[0].png
+    across, row, kind = (1, _TEXT_ROW, "text") if is_text else (_ACROSS, _ROW, "image")
     groups = {
         "classified wrongly": [e for e in task.examples if e.label != e.guess],
         "classified correctly": [e for e in task.examples if e.label == e.guess],
@@ -262,19 +266,28 @@ def _examples_figure(task: TaskResult, name: str) -> draw.Figure:
             marks.append(draw.Text(0, y - 0.18, f"{words}, most confident first", "name"))
             y -= _HEAD
         for place, example in enumerate(group):
-            down, x = divmod(place, _ACROSS)
-            marks += _image(task, example, x, y - _ROW * (down + 1))
-        y -= _ROW * math.ceil(len(group) / _ACROSS)
+            down, x = divmod(place, across)
+            marks += (_text if is_text else _image)(task, example, x, y - row * (down + 1))
+        y -= row * math.ceil(len(group) / across)
     panel = draw.Panel(draw.Axis("", 0, _ACROSS), draw.Axis("", y, 0), marks, height=-y * 336 / _ACROSS)
-    caption = (
-        "Test images that the network is most confident of, with its confidence; each is stretched over the whole "
-        "range of brightness."
+    caption = f"Test {kind}s that the network is most confident of, with its confidence" + (
+        "." if is_text else "; each is stretched over the whole range of brightness."
     )
-    columns, rows = ["image", "class", "predicted as", "confidence"], draw.Rows()
+    columns, rows = [kind, "class", "predicted as", "confidence"], draw.Rows()
     for number, each in enumerate(task.examples, 1):
-        rows.append([number, task.classes[each.label], task.classes[each.guess], each.confidence])
+        rows.append([each.text or number, task.classes[each.label], task.classes[each.guess], each.confidence])
     names = (f"examples-{name}", "Right and wrong", caption)
     return draw.Figure(*names, [panel], columns, rows, "task", task.key)
+
+
+def _text(task: TaskResult, example: Example, x: float, y: float) -> list[draw.Mark]:
+    """A sentence in at most two lines, below what it is."""
+    label, guess = task.classes[example.label], task.classes[example.guess]
+    words = draw.fitted(label if label == guess else f"{label} → {guess}", 280, 10)
+    lines = textwrap.wrap(example.text, 62, max_lines=2, placeholder=" …")
+    head = draw.Text(x, y + 0.44, f"{words}, {percent(example.confidence, 0)}", "small quiet")
+    shown = [draw.Text(x, y + 0.28 - 0.15 * i, draw.fitted(each, 336, 10), "small") for i, each in enumerate(lines)]
+    return [head, *shown]
 
 
 def _image(task: TaskResult, example: Example, x: float, y: float) -> list[draw.Mark]:

@@ -33,6 +33,7 @@ MEASURES = {"test": "test accuracy", "validation": "validation accuracy"}
 """What accuracy may be of, the better measure first."""
 TASK_SETTINGS = ("name", "data", "classes")
 """Settings that say what is learned, rather than how."""
+MAX_EXAMPLES, MAX_TEXT = 256, 500
 MAX_PIXELS = 1 << 24
 SMALLEST, LARGEST = 1e-100, 1e15
 """Between these lie all numbers that a run can measure, zero aside, and all that can be drawn."""
@@ -89,12 +90,13 @@ class ScoreCounts:
 
 @dataclass(frozen=True)
 class Example:
-    """An image, its class, and what it was predicted as."""
+    """An image or a text, its class, and what it was predicted as."""
 
     label: int
     guess: int
     confidence: float
-    png: bytes
+    png: bytes = b""
+    text: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -321,13 +323,17 @@ def _block_result(path: Path, block: Mapping[str, Any], result: TaskResult) -> T
     confusion = {part: _counts(c, square) for part, c in (block.get("confusion") or {}).items() if c}
     numbers = {name: measured(row.get(name)) for name in _MEASURED}
     numbers |= {name: share(row.get(name)) for name in MEASURES}
+    numbers |= {f"{part}_f1": macro_f1(counts) for part, counts in confusion.items()}
+    machine = block.get("machine") or {}
+    words = clean(", ".join(f"{key} {value}" for key, value in machine.items()))[:300]
     return replace(
         result,
         numbers={**result.numbers, **_known(numbers)},
+        facts={**result.facts, **({"machine": words} if words else {})},
         classes=classes,
         confusion=confusion,
         scores=_scores(path.with_name(f"{path.stem.partition('-')[0]}.scores.json")),
-        examples=_examples(sheet, examples, len(classes)) if examples and sheet.exists() else (),
+        examples=_examples(sheet, examples, len(classes)) if examples and examples.get("items") else (),
     )
 
 
@@ -347,6 +353,17 @@ def share(value: Any) -> float | None:
     """A number from 0 to 1, None for whatever else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and 0 <= value <= 1 else None
+
+
+def macro_f1(counts: Sequence[Sequence[int]]) -> float | None:
+    """The mean F1 of all classes that occur or are predicted, each counted alike; None where nothing was.
+
+    >>> macro_f1([[3, 1], [1, 3]])  # of either class, 2 x 3 of 4 + 4
+    0.75
+    """
+    of = np.array(counts, float).reshape(len(counts), len(counts))
+    both = of.sum(0) + of.sum(1)
+    return float((2 * of.diagonal()[both > 0] / both[both > 0]).mean()) if both.any() else None
 
 
 def _known(numbers: Mapping[str, float | None]) -> dict[str, float]:
@@ -392,15 +409,22 @@ def _scores(path: Path) -> ScoreCounts | None:
 
 
 def _examples(path: Path, said: Mapping[str, Any], classes: int) -> list[Example]:
-    """The images of a sheet, one by one, with what the block says of them."""
+    """Texts, or the images of a sheet, one by one, with what the block says of them."""
     items = said["items"]
-    side, columns = _counts([said["side"], said["columns"]], (2,))
-    sheet_size = (side * columns, side * math.ceil(len(items) / columns))
     guesses = _counts([[item["label"], item["guess"]] for item in items], (len(items), 2))
-    if not 0 < math.prod(sheet_size) <= MAX_PIXELS or np.max(guesses) >= classes:
-        raise ValueError("examples are too large, or of other classes")
     if any(share(item["confidence"]) is None for item in items):
         raise ValueError("confidences are not between 0 and 1")
+    if np.max(guesses) >= classes or len(items) > MAX_EXAMPLES:
+        raise ValueError("examples are too many, or of other classes")
+    if "side" not in said:
+        texts = [clean(str(item["text"]))[:MAX_TEXT] for item in items]
+        return [Example(a, b, i["confidence"], text=t) for i, (a, b), t in zip(items, guesses, texts, strict=True)]
+    if not path.exists():
+        return []
+    side, columns = _counts([said["side"], said["columns"]], (2,))
+    sheet_size = (side * columns, side * math.ceil(len(items) / columns))
+    if not 0 < math.prod(sheet_size) <= MAX_PIXELS:
+        raise ValueError("examples are too large")
     image_module = import_optional("PIL.Image", "images of a report")
     found = []
     with _readable(path, f"a PNG with {len(items)} images of {side} pixels in rows of {columns}"):
@@ -450,6 +474,7 @@ def _task_result(task: Task, run: str, settings: Mapping[str, Any], target: floa
         "storage": said.storage,
         "licence": said.licence or "not stated",
         "base": f"{said.base.architecture[:12]} with values {said.base.values[:12]}",
+        "versions": ", ".join(f"{name} {said.provenance.get(name, 'unknown')}" for name in ("spalier", "torch")),
     }
     result = TaskResult(task.name, task.name, run, settings, target, _known(numbers), list(said.classes))
     return replace(result, layers=layers(task), facts=facts, architecture=said.base.architecture)

@@ -10,7 +10,8 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files as package_files
 from pathlib import Path
@@ -19,9 +20,9 @@ from typing import Any
 from spalier import files
 from spalier.errors import ConfigError
 from spalier.reporting.comparisons import Point, accuracy_figures, bytes_figures, method_name, missing, points
-from spalier.reporting.draw import Cell, Figure, Line, density, to_svg
+from spalier.reporting.draw import Cell, Figure, density, to_svg
 from spalier.reporting.figures import learning_figure, network_figure, steps, task_figures
-from spalier.reporting.load import MEASURES, TASK_SETTINGS, ReportData, Run, TaskResult, load
+from spalier.reporting.load import MEASURES, ReportData, Run, TaskResult, load
 from spalier.runs.checkpoint import write_errors
 from spalier.tasks import SUFFIX
 from spalier.text import byte_size, clean, first_few, import_optional, percent, short_number
@@ -30,8 +31,8 @@ TASK_WIDTH, HALF_WIDTH, NETWORK_WIDTH, MIDDLE_WIDTH, FULL_WIDTH = 344, 544, 640,
 MOST_ROWS, MOST_TASK_ROWS = 1000, 200
 """How many rows of a table the page has; there are many tables of tasks. The CSV file has all."""
 PNG_SCALE = 3
-NEARLY = 0.04
-"""How much less accurate than the best one the task may be that is shown first."""
+ORIGINS = ("machine", "versions")
+"""Facts of tasks that the page's head names too."""
 _FONT = "DejaVu Sans"
 
 
@@ -118,8 +119,10 @@ def page(data: ReportData, figures: Sequence[Figure]) -> str:
     placed = defaultdict[tuple[str, str], list[Figure]](list)
     for figure in figures:
         placed[figure.place, figure.of].append(figure)
-    overview = placed["overview", ""]
-    labels = [m for f in overview for p in f.panels for m in p.marks if isinstance(m, Line) and m.label]
+    for place in ("overview", "files"):  # two in a row; where one would be alone, the first has a row of its own
+        halves = [i for i, figure in enumerate(placed[place, ""]) if not figure.wide]
+        if len(halves) % 2:
+            placed[place, ""][halves[0]] = replace(placed[place, ""][halves[0]], full=True)
     text: str = environment.from_string(resource("page.html")).render(
         policy=policy,
         css=css,
@@ -129,8 +132,9 @@ def page(data: ReportData, figures: Sequence[Figure]) -> str:
         data=data,
         title=_title(data),
         lede=_lede(data),
-        totals=totals(data),
-        trio=len(overview) == 3 and not any(f.wide for f in overview) and len(labels) <= 18,
+        summary=summary(data),
+        origins={w: list(dict.fromkeys(t.facts[w] for t in data.tasks if w in t.facts)) for w in ORIGINS},
+        first_few=first_few,
         missing=missing(data),
         runs=_shown_runs(data),
         figures=placed,
@@ -155,13 +159,7 @@ def _script_data(data: ReportData) -> dict[str, Any]:
             accuracy, words = task.numbers.get(data.measure), density(task.target)
             seen = "" if accuracy is None else f", {MEASURES[data.measure]} {percent(accuracy)}"
             step = found.index(task) if task in found else None
-            known = {
-                "key": clean(task.key),
-                "run": place,
-                "step": step,
-                "density": words,
-                "said": words + seen,
-            }
+            known = {"key": clean(task.key), "run": place, "step": step, "density": words, "said": words + seen}
             tasks.append(known)
         layers = found[0].layers if found else ()
         left = [[task.layers[i].left for task in found] for i in range(len(layers))]
@@ -171,21 +169,15 @@ def _script_data(data: ReportData) -> dict[str, Any]:
 
 
 def _first_shown(data: ReportData) -> int:
-    """Of the first series, the smallest task that is nearly as accurate as the best."""
-    known = [point.tasks[0] for point in _first_series(data) if data.measure in point.tasks[0].numbers]
-    best = max((task.numbers[data.measure] for task in known), default=0.0)
-    near = [task for task in known if task.numbers[data.measure] >= best - NEARLY]
-    return data.tasks.index(near[-1]) if near else 0
-
-
-def _first_series(data: ReportData) -> list[Point]:
+    """The last density of the first series: nothing is chosen by its accuracy."""
     found = points(data)
-    return [p for p in found if (p.panel, p.series) == (found[0].panel, found[0].series)]
+    first = [p.tasks[0] for p in found if (p.panel, p.series) == (found[0].panel, found[0].series)]
+    return data.tasks.index(first[-1]) if first else 0
 
 
-def _drawn(figure: Figure, small: bool = False) -> dict[str, Any]:
+def _drawn(figure: Figure) -> dict[str, Any]:
     """A figure in the sizes that the page needs, and its table."""
-    if figure.place == "task" or small:
+    if figure.place == "task":
         widths = {"-t": TASK_WIDTH}
     else:
         widths = {"-w": _width(figure), "-n": TASK_WIDTH} | ({"-m": MIDDLE_WIDTH} if figure.wide else {})
@@ -244,36 +236,47 @@ def _count(number: int, word: str) -> str:
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
-def totals(data: ReportData) -> list[tuple[str, str]]:
-    """The numbers at the top of the page."""
-    sizes = [task.numbers["bytes"] for task in data.tasks if "bytes" in task.numbers]
-    bases = [task.numbers["base"] for task in data.tasks if "base" in task.numbers]
-    found = [*_ends(data)]
-    found += [(f"in {_count(len(sizes), 'task file')}", byte_size(sum(sizes)))] if sizes else []
-    found += [("the base, in float32", byte_size(max(bases)))] if bases else []
-    return found
+def summary(data: ReportData) -> list[list[str]]:
+    """The table at the top of the page: a head, the base, and a row for each task, or each mean over seeds.
+
+    Before its cells, each row has the key of its task. Columns that say nothing, or the same of all, are left out.
+    """
+    head = ["", "task", "method", "density", MEASURES[data.measure], "F1 (macro)", "file"]
+    rows = [[*head, "of the base's bytes", "of its MACs", "latency, ms"]]
+    bases = {task.numbers["base"] for task in data.tasks if "base" in task.numbers}
+    if len(bases) == 1:  # in float32, as networks are counted
+        rows.append(["", "the base, in float32", *[""] * 4, byte_size(*bases), percent(1), percent(1), ""])
+    rows += [_summary_row(data, point) for point in points(data)]
+    said = [{row[i] for row in rows[1:]} - {"", "–"} for i in range(len(rows[0]))]
+    shown = [i for i, words in enumerate(said) if i < 2 or len(words) > (i == 2)]
+    return [[row[i] for i in shown] for row in rows]
 
 
-def _ends(data: ReportData) -> Iterator[tuple[str, str]]:
-    """Accuracy at the highest and the lowest density of the first method; nothing where tasks do not compare."""
-    if any(name in data.varied for name in TASK_SETTINGS):
-        return
-    known = [point for point in _first_series(data) if point.values(data.measure)]
-    for point in known[:1] + known[1:][-1:]:
-        mean = point.mean(data.measure)
-        spread = "" if mean.deviation is None else f"\u00a0±\u00a0{100 * mean.deviation:.1f}"
-        seeds = f", mean of {mean.count} seeds" if mean.count > 1 else ""
-        words = f"{MEASURES[data.measure]} at {point.density}, {method_name(point.tasks[0])}{seeds}"
-        yield words, f"{percent(mean.value)}{spread}"
-    if len(known) > 1 and known[-1].values("macs"):
-        yield f"of the MACs at {known[-1].density}", percent(known[-1].mean("macs").value)
+def _summary_row(data: ReportData, point: Point) -> list[str]:
+    tasks, numbers = point.tasks, [t.numbers["bytes"] / t.numbers["base"] for t in point.tasks if "base" in t.numbers]
+    name = tasks[0].name if len(tasks) == 1 else f"{tasks[0].name}, mean of {len(tasks)} seeds"
+    method = ", ".join(filter(None, [point.panel, point.series]))
+
+    def cell(number: str, text: Callable[[float], str], scale: float = 0) -> str:
+        if not point.values(number):
+            return "–"
+        mean = point.mean(number)
+        spread = f"\u00a0±\u00a0{scale * mean.deviation:.1f}" if scale and mean.deviation is not None else ""
+        return f"{text(mean.value)}{spread}"
+
+    shares = [cell(data.measure, percent, 100), cell(f"{data.measure}_f1", percent, 100), cell("bytes", byte_size)]
+    of_base = percent(sum(numbers) / len(numbers)) if numbers else "–"
+    work = [cell("macs", percent), cell("latency_ms", "{:.3g}".format)]
+    return [tasks[0].key, name, method, point.density, *shares, of_base, *work]
 
 
 def _facts(task: TaskResult) -> dict[str, str]:
     """All that is known of a task."""
     known = task.numbers
     found = {"density asked for": density(task.target)}
-    found |= {words: percent(known[name], 2) for name, words in MEASURES.items() if name in known}
+    for name, words in MEASURES.items():
+        f1 = f", F1 {percent(known[f'{name}_f1'], 2)} (macro)" if f"{name}_f1" in known else ""
+        found |= {words: percent(known[name], 2) + f1} if name in known else {}
     for word in ("channels", "weights", "MACs"):
         if (share := known.get(word.lower())) is not None:
             left, of = (short_number(known.get(f"{word.lower()}_{which}")) for which in ("left", "of"))

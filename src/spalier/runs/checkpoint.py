@@ -52,7 +52,7 @@ class RunFolder:
     def claim(self, config: Settings) -> None:
         """Make the folder a run's, or check that it is this run's."""
         if self.settings.exists() and (self.results.exists() or self.checkpoint.exists()):
-            different = differences(Settings.load(self.settings), config)
+            different = differences(Settings.load(self.settings).with_paths(), config)
             if different:
                 raise RunError(
                     "changed",
@@ -79,8 +79,7 @@ class RunFolder:
                 lock = files.FolderLock(self.path, wait=False)
             except BlockingIOError:
                 raise RunError(
-                    "busy",
-                    f"another process is working in {str(self.path)!a}; wait for it, or use another folder",
+                    "busy", f"another process is working in {str(self.path)!a}; wait for it, or use another folder"
                 ) from None
         with lock:
             yield
@@ -115,8 +114,7 @@ class RunFolder:
         found = self.metrics.stat().st_size if self.metrics.exists() else 0
         if found < size:
             raise RunError(
-                "checkpoint",
-                f"{str(self.metrics)!a} has {found} bytes, and the checkpoint knows of {size}; restore it",
+                "checkpoint", f"{str(self.metrics)!a} has {found} bytes, and the checkpoint knows of {size}; restore it"
             )
         if found > size and self.is_writable:
             with write_errors(self.path), self.metrics.open("r+b") as file:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from spalier.criteria.score import Scores, score
 from spalier.data import Data, Loader, Split
 from spalier.distributed import wait_for_all
 from spalier.errors import DataError, NonFiniteError, RunError, TaskFileError
+from spalier.inputs import Inputs, call, each
 from spalier.networks import logits_of
 from spalier.pruning.plan import Plan
 from spalier.pruning.prune import prune_
@@ -58,18 +60,19 @@ class Engine:
     optimizer: Optimizer
 
     def __init__(
-        self, config: Settings, folder: RunFolder, net: nn.Module, head: str, data: Data, machine: Machine
+        self, config: Settings, folder: RunFolder, net: nn.Module, head: Sequence[str], data: Data, machine: Machine
     ) -> None:
         self.config, self.folder, self.net, self.head = config, folder, net, head
         self.data, self.machine, self.base_digest = data, machine, learning.digest(net)
         self.targets, self.forms = config.targets(), config.forms
         # the same tensors in modules that nothing is attached to: what task files are built on
         self.base = copy.deepcopy(net, {id(tensor): tensor for tensor in (*net.parameters(), *net.buffers())})
-        self.example = torch.zeros(2, *data.shape, device=machine.device)
+        self.example = each(lambda t: t.to(machine.device), data.example())
         self.batch_size = config.batch_size
         if len(data.train) < config.batch_size:  # one batch of what all processes can share equally
             self.batch_size = max(len(data.train) // machine.world_size * machine.world_size, machine.world_size)
         self.loader = self._loader(data.train, is_training=True)
+        learning.warn_of_one_step(len(self.loader), len(data.train), self.batch_size)
         self.signals = StopSignals()
         self.started = self.saved = time.monotonic()
 
@@ -124,7 +127,8 @@ class Engine:
                 refit_(self.net, FineTune())
         else:
             adapter = FineTune() if self.forms else self.config.make_adapter()
-            attach_(self.net, adapter, head=self.head, example=self.example)
+            targets = learning.not_embeddings if self.data.is_text else None
+            attach_(self.net, adapter, head=self.head, example=self.example, targets=targets)
         if self.targets and self.config.budget != "latency":  # which would have to be measured
             # fail now, not after hours of training, if the last density cannot be reached
             self.select_plan(score(self.net, criterion="weight"), self.targets[-1])
@@ -136,7 +140,7 @@ class Engine:
         """Become what a checkpoint says."""
         same = {
             "the teacher is another": checkpoint.teacher == self._teacher_digest(),
-            "the base has other weights": checkpoint.base == self.base_digest,
+            learning.other_weights(self.config): checkpoint.base == self.base_digest,
             "the data are others": checkpoint.data == self.data.digest,
         }
         for what, is_same in same.items():
@@ -181,8 +185,8 @@ class Engine:
             # every narrow form sees what the wide network would see next
             number = at.epochs + at.epoch if at.form else at.epochs
             try:
-                for images, labels in self.loader.epoch(number, at.batch):
-                    self.train_step(images, labels)
+                for inputs, labels in self.loader.epoch(number, at.batch):
+                    self.train_step(inputs, labels)
             except DataError:
                 if self.signals.received is not None:
                     self._stop()  # the signal went to all processes, and has ended the loader's first
@@ -190,7 +194,7 @@ class Engine:
             self._end_epoch()
         self.position = self.position.replace(phase="finish")
 
-    def train_step(self, images: Tensor, labels: Tensor) -> None:
+    def train_step(self, inputs: Inputs, labels: Tensor) -> None:
         """One batch: forward, loss, backward, the sum over processes, an update."""
         # dropout draws from here: a function of the step, so that a run which goes on draws the same
         at = self.position
@@ -198,11 +202,11 @@ class Engine:
         if at.form:
             place = ("refit", at.block, at.form, at.epoch, at.batch)
         torch.manual_seed(seed_of(self.config.seed, *place, self.machine.rank))
-        images, labels = self.to_device(images), labels.to(self.machine.device)
+        inputs, labels = self.to_device(inputs), labels.to(self.machine.device)
         learning.set_lr_(self.optimizer, self._lr(self.position.batch))
         with self.machine.autocast(), self.machine.synced_norms():
-            logits = logits_of(self.net(images))
-        loss = self.loss(logits, images, labels) / self.batch_size
+            logits = logits_of(call(self.net, inputs))
+        loss = self.loss(logits, inputs, labels) / self.batch_size
         self.machine.accelerator.backward(loss)
         # the wish to stop travels with the gradients, so that all processes stop after the same step
         signalled = float(self.signals.received is not None)
@@ -222,13 +226,13 @@ class Engine:
         if time.monotonic() - self.saved > self.config.checkpoint_seconds:
             self.save()
 
-    def loss(self, logits: Tensor, images: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, logits: Tensor, inputs: Inputs, labels: Tensor) -> Tensor:
         """The loss of a batch, summed over its samples."""
         taught = None
         teacher = self.wide_net if self.position.form else self.teacher
         if teacher is not None:
             with torch.no_grad(), self.machine.autocast():
-                taught = logits_of(teacher(images))
+                taught = logits_of(call(teacher, inputs))
         return learning.training_loss(self.config, logits, labels, taught)
 
     def _lr(self, batch: int) -> float:
@@ -243,10 +247,7 @@ class Engine:
 
     def _end_epoch(self) -> None:
         at = self.position
-        values: dict[str, float | None] = {
-            "loss": self.loss_sum / len(self.loader),
-            "lr": self._lr(at.batch - 1),
-        }
+        values: dict[str, float | None] = {"loss": self.loss_sum / len(self.loader), "lr": self._lr(at.batch - 1)}
         where = self._where()
         self.position = at.replace(epoch=at.epoch + 1, epochs=at.epochs + (not at.form), batch=0)
         self.loss_sum = 0.0
@@ -372,10 +373,10 @@ class Engine:
         row = learning.block_row(at, target, task, seen) | {
             **({"code": self._form.name} if self._form else {}),
             "bytes": file.stat().st_size if self.machine.is_first else 0,
-            "latency_ms": learning.latency_ms(plain, self.example[:1]),
+            "latency_ms": learning.latency_ms(plain, self.example),
             "seconds": self._seconds(),
         }
-        details = learning.block_details(row, self.data.classes, seen, self.plan)
+        details = learning.block_details(row, self.data.classes, seen, self.plan, self.machine.device)
         details["examples"] = self._write_examples(plain)
         self.folder.write_json(self._block_file(".json"), details)
         return row
@@ -387,7 +388,7 @@ class Engine:
         with self._loader(split, is_training=False) as loader:
             return evaluate(
                 net.eval(),
-                ((self.to_device(images), labels) for images, labels in loader.epoch(0)),
+                ((self.to_device(inputs), labels) for inputs, labels in loader.epoch(0)),
                 len(self.data.classes),
                 self.machine.device,
                 self.machine.autocast,
@@ -400,11 +401,10 @@ class Engine:
             return None
         self._seed("examples")
         with self.machine.autocast():
-            found = learning.example_images(plain, split, self.to_device, self.batch_size)
-        if found is None:
-            return None
-        self.folder.write(self._block_file(".png"), found[1])
-        return found[0]
+            said, sheet = learning.examples(plain, split, self.to_device, self.batch_size) or (None, None)
+        if sheet is not None:
+            self.folder.write(self._block_file(".png"), sheet)
+        return said
 
     def _task(self, metrics: dict[str, float]) -> Task:
         """What was learned so far, as a task."""
@@ -444,6 +444,7 @@ class Engine:
         criterion = self.config.make_criterion(self.position.block)
         scores = score(self.net, samples, criterion, loss=learning.mean_loss)
         self.plan = self.select_plan(scores, self.targets[self.position.block - 1])
+        learning.warn_of_plan(self.plan, self.targets[self.position.block - 1], self.config.budget)
         self.folder.write_json(self._block_file(".scores.json"), learning.score_histograms(scores, self.plan))
         self.position = self.position.replace(phase="prune")
         self.save()
@@ -452,7 +453,8 @@ class Engine:
         """The units that stay at a density."""
         config = self.config
         budget: dict[str, Any] = {config.budget: int(target) if config.budget == "bytes" else target}
-        options = {"ranking": config.ranking, "writers": config.writers, **config.select_options}
+        options: dict[str, Any] = {"min_keep": 1} if config.recipe == "paper" else {}  # whose layers have no floor
+        options |= {"ranking": config.ranking, "writers": config.writers, **config.select_options}
         return select(self.net, scores, **budget, **options)
 
     def prune(self) -> None:
@@ -473,11 +475,13 @@ class Engine:
     def _samples(self, count: int, *, shared: bool) -> learning.Samples:
         """Training samples that are not augmented; all of them in every process, or each process its share."""
         generator = np.random.default_rng(seed_of(self.config.seed, "samples", self.position.block))
-        chosen = generator.permutation(len(self.data.train))[:count]
+        chosen = generator.permutation(len(self.data.train))
         if shared:
-            chosen = chosen[self.machine.rank :: self.machine.world_size]
+            chosen, size = chosen[:count][self.machine.rank :: self.machine.world_size], self.batch_size
+        else:  # calibration puts all of it into one batch
+            chosen, size = learning.alike(self.data.train, chosen, count), count
         teacher = self.teacher if not self.config.labels else None
-        return learning.Samples(self.data.train, chosen, self.batch_size, self.to_device, teacher)
+        return learning.Samples(self.data.train, chosen, size, self.to_device, teacher)
 
     # the teacher
 
@@ -549,10 +553,10 @@ class Engine:
 
     # helpers
 
-    def to_device(self, images: Tensor) -> Tensor:
-        """Images where the network is, in its memory layout."""
-        images = images.to(self.machine.device, non_blocking=True)
-        return images if self.machine.channels_last else images.contiguous()
+    def to_device(self, inputs: Inputs) -> Inputs:
+        """Inputs where the network is, in its memory layout."""
+        inputs = each(lambda t: t.to(self.machine.device, non_blocking=True), inputs)
+        return inputs if self.machine.channels_last else each(lambda t: t.contiguous(), inputs)
 
     def _seed(self, what: str) -> None:
         """Seed a phase: networks may draw numbers in eval mode too."""
@@ -567,7 +571,8 @@ class Engine:
             augment=is_training and self.config.augment,
             num_workers=self.config.num_workers,
             shuffle=is_training,
-            drop_last=is_training,
+            drop_last=is_training
+            and learning.drops_last(self.config, len(split), self.batch_size, self.machine.world_size),
             rank=self.machine.rank,
             world_size=self.machine.world_size,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -25,6 +26,7 @@ from spalier.adapters.kinds import ADAPTERS
 from spalier.criteria.score import Scores, normalised
 from spalier.data import Split
 from spalier.errors import ConfigError, RunError
+from spalier.inputs import Inputs, call, each, tensors_of
 from spalier.networks import logits_of
 from spalier.pruning.plan import Plan
 from spalier.runs.checkpoint import Position
@@ -33,9 +35,10 @@ from spalier.runs.processes import sum_over_ranks
 from spalier.runs.settings import Settings
 from spalier.tasks import Task
 from spalier.text import import_optional
-from spalier.timing import finished, lower_quartile, time_call
+from spalier.timing import describe_machine, finished, lower_quartile, time_call
 
 Tensors = dict[str, Tensor]
+_LOG = logging.getLogger("spalier")
 
 
 # losses
@@ -74,6 +77,34 @@ def mean_loss(output: Any, labels: Tensor) -> Tensor:
     return cross_entropy(logits_of(output), labels) / len(labels)
 
 
+def warn_of_one_step(steps: int, samples: int, batch_size: int) -> None:
+    """An epoch of one step learns next to nothing."""
+    remedy = "set a smaller batch_size (--batch-size), or more epochs (--epochs)"
+    if steps == 1:
+        _LOG.warning("one step an epoch: %d training samples in batches of %d; %s", samples, batch_size, remedy)
+
+
+def warn_of_plan(plan: Plan, target: float, budget: str) -> None:
+    """Say which layers are nearly gone."""
+    if warning := plan.warning():
+        _LOG.warning("at %g of the %s %s", target, budget, warning)
+
+
+def drops_last(config: Settings, samples: int, batch_size: int, world_size: int) -> bool:
+    """Whether the samples behind the last full batch wait for another epoch, as less than a quarter of a batch does.
+
+    The paper drops them, and so do several processes, which share a batch equally.
+    """
+    return config.recipe == "paper" or world_size > 1 or samples % batch_size < max(2, batch_size // 4)
+
+
+def other_weights(config: Settings) -> str:
+    """What is wrong where the base is not the one that a run was begun with."""
+    if config.pretrained:
+        return f"the pretrained weights of {config.network} are others now (another version of its library or of them)"
+    return "the base has other weights"
+
+
 # learning rates
 
 
@@ -99,6 +130,11 @@ def lr_factor(kind: Literal["step", "cosine", "constant"], step: int, steps: int
 def learned_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are learned, by name."""
     return {name: p for name, p in net.named_parameters() if p.requires_grad}
+
+
+def not_embeddings(name: str, module: nn.Module) -> bool:
+    """Layers of a language model that a task learns: tables of words are large, and hardly move."""
+    return not isinstance(module, nn.Embedding)
 
 
 def make_optimizer(config: Settings, net: nn.Module, *, is_narrow: bool = False) -> Optimizer:
@@ -242,25 +278,36 @@ class Samples:
         split: Split,
         indices: np.ndarray[Any, Any],
         batch_size: int,
-        to_device: Callable[[Tensor], Tensor],
+        to_device: Callable[[Inputs], Inputs],
         teacher: nn.Module | None,
     ) -> None:
         self.split, self.indices, self.batch_size = split, indices, batch_size
         self.to_device, self.teacher = to_device, teacher
 
     @torch.no_grad()
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         for start in range(0, len(self.indices), self.batch_size):
-            images, labels = self.split.fetch(self.indices[start : start + self.batch_size], None)
-            images = self.to_device(images)
+            inputs, labels = self.split.fetch(self.indices[start : start + self.batch_size], None)
+            inputs = self.to_device(inputs)
             if self.teacher is not None:
-                labels = logits_of(self.teacher(images)).argmax(1)
-            yield images, labels.to(images.device)
+                labels = logits_of(call(self.teacher, inputs)).argmax(1)
+            yield inputs, labels.to(tensors_of(inputs)[0].device)
+
+
+def alike(split: Split, rows: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
+    """So many of these samples; of texts those of middling lengths, so that a batch of all of them is hardly padded."""
+    lengths = getattr(split, "lengths", None)
+    if lengths is None:
+        return rows[:count]
+    some = rows[: 4 * count]
+    start = (len(some) - min(count, len(some))) // 2
+    return some[np.argsort(lengths[some], kind="stable")][start : start + count]
 
 
 _BINS = 40
 _TILE = 64
 _EXAMPLES = 8
+_SHOWN = 500  # characters of a text
 _EXAMPLES_FROM = 512  # looking at more would take longer than the figure is worth
 
 
@@ -286,7 +333,7 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(
     net: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Iterable[tuple[Inputs, Tensor]],
     classes: int,
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[Any]],
@@ -294,12 +341,12 @@ def evaluate(
 ) -> Evaluation:
     """Run a network in eval mode, over all ranks. With a teacher, its guesses are the labels, for data without any."""
     confusion = torch.zeros(classes * classes + 1, dtype=torch.float64, device=device)
-    for images, labels in batches:
-        images, labels = images.to(device), labels.to(device)
+    for inputs, labels in batches:
+        inputs, labels = each(lambda t: t.to(device), inputs), labels.to(device)
         with autocast():
-            logits = logits_of(net(images))
+            logits = logits_of(call(net, inputs))
             if teacher is not None:
-                labels = logits_of(teacher(images)).argmax(1)
+                labels = logits_of(call(teacher, inputs)).argmax(1)
         confusion[-1] += cross_entropy(logits, labels).double()
         pairs = labels * classes + logits.argmax(1)
         confusion[:-1] += torch.bincount(pairs, minlength=classes * classes)
@@ -309,9 +356,11 @@ def evaluate(
 
 
 @torch.no_grad()
-def latency_ms(net: nn.Module, example: Tensor) -> float:
-    """Milliseconds that one sample takes, here and now."""
-    return round(1000 * lower_quartile(time_call(finished(lambda: net(example), example.device))), 4)
+def latency_ms(net: nn.Module, example: Inputs) -> float:
+    """Milliseconds that the first sample of an example takes, here and now."""
+    one = each(lambda t: t[:1], example)
+    device = tensors_of(one)[0].device
+    return round(1000 * lower_quartile(time_call(finished(lambda: call(net, one), device))), 4)
 
 
 # blocks
@@ -339,13 +388,18 @@ def block_row(position: Position, target: float, task: Task, seen: Mapping[str, 
 
 
 def block_details(
-    row: dict[str, Any], classes: Sequence[str], seen: Mapping[str, Evaluation], plan: Plan | None
+    row: dict[str, Any],
+    classes: Sequence[str],
+    seen: Mapping[str, Evaluation],
+    plan: Plan | None,
+    device: torch.device,
 ) -> dict[str, Any]:
-    """A row with confusions and the units that are kept."""
+    """A row with confusions, the units that are kept, and where it was measured."""
     confusion = {name: seen[name].confusion if name in seen else None for name in ("validation", "test")}
     kept = {} if plan is None else {name: list(units) for name, units in plan.keep.items()}
     ranks = {} if plan is None else {name: len(units) for name, units in plan.ranks.items()}
-    return {"row": row, "classes": list(classes), "confusion": confusion, "kept": kept, "ranks": ranks}
+    found = {"row": row, "classes": list(classes), "confusion": confusion, "kept": kept, "ranks": ranks}
+    return found | {"machine": describe_machine(device, torch.get_num_threads())}
 
 
 def _share(pair: tuple[int, int] | None) -> float | None:
@@ -444,33 +498,44 @@ def _counts(values: Any, edges: Any) -> list[int]:
     return counted
 
 
-# example images
+# examples
 
 
 @torch.no_grad()
-def example_images(
-    net: nn.Module, split: Split, to_device: Callable[[Tensor], Tensor], batch_size: int
-) -> tuple[dict[str, Any], bytes] | None:
-    """A few samples that the network is surest of, wrong ones and right ones, and their images as one PNG.
+def examples(
+    net: nn.Module, split: Split, to_device: Callable[[Inputs], Inputs], batch_size: int
+) -> tuple[dict[str, Any], bytes | None] | None:
+    """A few samples that the network is surest of, wrong ones and right ones: texts, or images as one PNG.
 
-    None where samples are no images, or have no labels.
+    None where samples are neither, or have no labels.
     """
     indices = np.sort(np.random.default_rng(0).permutation(len(split))[:_EXAMPLES_FROM])
-    if not len(indices) or bool((split.labels < 0).any()) or not _are_images(split.fetch(indices[:1], None)[0]):
+    if not len(indices) or bool((split.labels < 0).any()):
+        return None
+    texts = getattr(split, "texts", None)
+    if texts is None and not _are_images(split.fetch(indices[:1], None)[0]):
         return None
     starts = range(0, len(indices), batch_size)
     batches = (to_device(split.fetch(indices[i : i + batch_size], None)[0]) for i in starts)
-    logits = torch.cat([logits_of(net(images)).float().cpu() for images in batches])
+    logits = torch.cat([logits_of(call(net, inputs)).float().cpu() for inputs in batches])
     labels = torch.from_numpy(split.labels[indices])
     sure, guess = logits.softmax(1).max(1)
     is_right = guess == labels
     chosen = [*_surest(sure, labels, ~is_right), *_surest(sure, labels, is_right)]
     items = [{"label": int(labels[i]), "guess": int(guess[i]), "confidence": round(float(sure[i]), 4)} for i in chosen]
-    tiles, side = _tiles(split.fetch(indices[np.array(chosen, np.int64)], None)[0])
+    if texts is not None:
+        return {
+            "items": [item | {"text": texts[indices[i]][:_SHOWN]} for item, i in zip(items, chosen, strict=True)]
+        }, None
+    images = split.fetch(indices[np.array(chosen, np.int64)], None)[0]
+    assert isinstance(images, Tensor)
+    tiles, side = _tiles(images)
     return {"side": side, "columns": _EXAMPLES, "items": items}, _png(tiles, side)
 
 
-def _are_images(samples: Tensor) -> bool:
+def _are_images(samples: Inputs) -> bool:
+    if not isinstance(samples, Tensor):
+        return False
     return samples.dim() == 4 and samples.shape[1] in (1, 3) and samples.dtype.is_floating_point
 
 

@@ -39,6 +39,7 @@ class Machine:
             raise ConfigError(
                 'mixed_precision is "fp16", which needs a GPU to scale gradients; expected "bf16" or "no" on a CPU'
             )
+        on_cpu = _is_on_cpu(config.device)
         # Accelerate keeps one state for the whole process, whose precision cannot change. Each run gets a fresh one,
         # and `close` gives the caller's own back.
         self._shared: dict[str, Any] = accelerate.state.AcceleratorState._shared_state
@@ -47,7 +48,7 @@ class Machine:
         try:
             self.accelerator: Any = accelerate.Accelerator(
                 mixed_precision=config.mixed_precision,
-                cpu=not _has_accelerator(),  # without a word Accelerate takes several CPU processes for one
+                cpu=on_cpu,  # without a word Accelerate takes several CPU processes for one
                 log_with=_trackers(config) or None,
                 project_dir=str(folder.path),
             )
@@ -112,6 +113,20 @@ class Machine:
 
 def _has_accelerator() -> bool:
     return bool(torch.accelerator.is_available())
+
+
+def _is_on_cpu(device: str | None) -> bool:
+    """Whether a run is on the CPU; a device that is not there is refused, a numbered one is made the current one."""
+    there = torch.accelerator.current_accelerator() if _has_accelerator() else torch.device("cpu")
+    try:
+        wanted = torch.device(device or there or "cpu")
+    except RuntimeError as error:
+        raise ConfigError(f"device is {device!r}, expected cpu, cuda, cuda:1 or mps") from error
+    if wanted.type not in ("cpu", getattr(there, "type", "cpu")):
+        raise ConfigError(f"device is {device!r}, and this machine has {there}; set that, or leave it out")
+    if wanted.type != "cpu" and wanted.index is not None:
+        torch.accelerator.set_device_index(wanted.index)
+    return wanted.type == "cpu"
 
 
 def _trackers(config: Settings) -> list[str]:

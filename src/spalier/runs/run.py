@@ -7,8 +7,8 @@ import csv
 import dataclasses
 import io
 import json
-import logging
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,26 +22,27 @@ from spalier.adapters.attachment import is_marked
 from spalier.data import Data, open_data
 from spalier.distributed import from_first_rank
 from spalier.errors import AttachmentError, ConfigError, RunError, SpalierError
-from spalier.networks import head_of, logits_of, open_network
+from spalier.inputs import call, each
+from spalier.networks import head_of, heads_of, logits_of, name_classes_, open_network, warn_if_untrained
 from spalier.runs.checkpoint import WIDE, RunFolder
 from spalier.runs.engine import Engine
 from spalier.runs.learning import digest
 from spalier.runs.processes import Machine
+from spalier.runs.recipes import TEXT
 from spalier.runs.settings import Settings
-from spalier.tasks import Store, Task
-from spalier.text import table
+from spalier.tasks import SUFFIX, Store, Task
+from spalier.text import InNotebooks, byte_size, first_few, table
 
 Row = dict[str, Any]
 _SIZES = ("channels", "weights", "macs", "learned", "bytes")
 COLUMNS = ("task", *_SIZES, "validation", "test", "latency_ms", "seconds")
 TITLES = [{"macs": "MACs", "latency_ms": "ms"}.get(name, name) for name in COLUMNS]
 """Of the columns that are printed. Times are measured, and differ from run to run."""
-_LOG = logging.getLogger("spalier")
 _GIVEN = "given:"
 
 
 @dataclass(frozen=True)
-class Results:
+class Results(InNotebooks):
     """The rows of a run, one for each density. Print them."""
 
     folder: Path
@@ -55,7 +56,35 @@ class Results:
 
     def __str__(self) -> str:
         shown = [[cell(name, row.get(name)) for name in COLUMNS] for row in self.rows]
-        return table(TITLES, shown)
+        return f"{table(TITLES, shown)}\n\n{self.summary()}"
+
+    @property
+    def best(self) -> Row:
+        """The row of the smallest network that is as good as the best but for a point, by validation samples.
+
+        Without any, the last one: nothing is ever chosen by test samples.
+        """
+        seen = [row["validation"] for row in self.rows if row.get("validation") is not None]
+        good = [row for row in self.rows if seen and (row.get("validation") or 0.0) >= max(seen) - 0.01]
+        return good[-1] if good else self.rows[-1]
+
+    def summary(self) -> str:
+        """What came out, what it cost and what to do next."""
+        if not self.rows:
+            return "nothing came out: the run has no rows"
+        row, whole = self.best, self.rows[0]
+        part = "test" if row.get("test") is not None else "validation"
+        right, first = (cell(part, each.get(part)) for each in (row, whole))
+        kept = cell("channels", row.get("channels"))
+        came_out = f"{row['task']}: {right} right ({part}) with {kept} of the channels; whole, {first}"
+        sizes = f"{byte_size(row['bytes'])} for this task, {byte_size(sum(r['bytes'] for r in self.rows))} for all"
+        cost = f"{self.rows[-1]['seconds']:,.0f} s, {self.rows[-1]['steps']:,} steps; {sizes} {len(self.rows)}"
+        place = shlex.quote(str(self.folder))
+        file = shlex.quote(str(self.folder / "tasks" / f"{row['task']}{SUFFIX}"))
+        lines = [["came out", came_out], ["cost", cost], *_advice(row, whole, part)]
+        following = (f"eval {place}", f"task export {file} -o small.onnx", f"report {place}")
+        lines += [["next" if not number else "", f"spalier {text}"] for number, text in enumerate(following)]
+        return "\n".join(f"{title:9} {text}" for title, text in lines)
 
     @property
     def tasks(self) -> Store:
@@ -83,6 +112,18 @@ class Results:
                 "folder",
                 f"{str(file)!a} cannot be read ({type(error).__name__}); expected the results of a run",
             ) from error
+
+
+def _advice(row: Row, whole: Row, part: str) -> list[list[str]]:
+    """What to try where little was learned, or much was lost."""
+    last, first = row.get(part), whole.get(part)
+    if last is None or first is None:
+        return []
+    if first < 0.5:
+        return [["note", "little was learned: try a pretrained base (--pretrained), more --epochs, another --lr"]]
+    if last < first - 0.05:
+        return [["note", "pruning cost much: try more --set epochs_per_prune=, or densities in smaller steps"]]
+    return []
 
 
 def rows_to_csv(rows: Sequence[Row]) -> str:
@@ -135,7 +176,7 @@ class TransferPruning(Settings):
             progress: show how far the run is: a bar on a terminal, lines elsewhere.
             engine: a subclass of `Engine` that does some part of the loop in another way.
         """
-        config = _name_objects(self, network, data)
+        config = _name_objects(self.with_paths(), network, data)
         where = RunFolder(folder)
         if where.results.exists():
             where.claim(config)
@@ -147,9 +188,20 @@ class TransferPruning(Settings):
             machine.track()
             stack.enter_context(_memory_errors(config, where))
             stack.enter_context(_random_state(config))
+            is_begun = where.checkpoint.exists()
+            if is_begun:  # with what was filled in then
+                config = config.with_filled(Settings.load(where.settings).filled_values)
             samples = _with_classes(config, data if data is not None else _open_data(config))
+            size = {"samples": len(samples.train), "side": samples.shape[-1]}
+            config = config if is_begun else config.fitted(**size)
             net = network if network is not None else _open_network(config, samples)
-            head = config.head or head_of(net, classes=len(samples.classes))
+            if not is_begun:
+                config = config.fitted(**size, parameters=sum(p.numel() for p in net.parameters()))
+                where.write(where.settings, config.to_yaml().encode())
+                if config.start_task is None:
+                    warn_if_untrained(net, config.network.removeprefix(_GIVEN))
+            own = heads_of(net) if samples.is_text else [head_of(net, classes=len(samples.classes))]
+            head = own if config.head is None else [config.head]
             stack.enter_context(_unchanged(net, machine))
             _check_fit(config, net, samples, machine)
             loop = engine(config, where, net, head, samples, machine)
@@ -173,14 +225,15 @@ def _name_objects(config: Settings, network: nn.Module | None, data: Data | None
             raise ConfigError("the network is on the meta device, where nothing can be learned; load its weights first")
         if is_marked(network):
             raise AttachmentError("the network is adapted already; call spalier.detach_(net) first")
-        _refuse(config, "a network", "weights", "network_options")
+        _refuse(config, "a network", "weights", "pretrained", "network_options")
         named["network"] = f"{_GIVEN}{type(network).__name__}"
     if data is not None:
         if not isinstance(data, Data):
             raise ConfigError(f"data is a {type(data).__name__}, expected spalier.data.Data; Data.of(dataset) makes it")
         _refuse(config, "data", "max_train_samples", "classes", "image_size", "validation_split")
         _refuse(config, "data", "skip_bad", "cache_folder", "data_folder")
-        named["data"] = f"{_GIVEN}{data.name}"
+        _refuse(config, "data", "tokenizer", "text_column", "label_column")
+        named["data"] = f"{_GIVEN}{TEXT if data.is_text else ''}{data.name}"
     for what in ("network", "data"):
         if what not in named and getattr(config, what).startswith(_GIVEN):
             raise ConfigError(f"the run was given its {what} as an object; pass {what}= again to resume it")
@@ -287,6 +340,10 @@ def _open_data(config: Settings) -> Data:
         cache_folder=config.cache_folder,
         max_train_samples=config.max_train_samples,
         classes=config.classes,
+        tokenizer=(config.tokenizer or config.network) if config.is_text else None,
+        max_length=config.max_length,
+        text_column=config.text_column,
+        label_column=config.label_column,
     )
 
 
@@ -308,15 +365,16 @@ def _with_classes(config: Settings, data: Data) -> Data:
 
 
 def _open_network(config: Settings, data: Data) -> nn.Module:
-    if config.weights is None and ":" not in config.network:
-        _LOG.warning("%s starts from random weights; set weights to a file of pretrained ones", config.network)
-    return open_network(
+    net = open_network(
         config.network,
         classes=len(data.classes),
         weights=config.weights,
+        pretrained=config.pretrained,
         seed=config.seed,
         **config.network_options,
     )
+    name_classes_(net, data.classes)
+    return net
 
 
 @torch.no_grad()
@@ -325,17 +383,26 @@ def _check_fit(config: Settings, net: nn.Module, data: Data, machine: Machine) -
     if config.keep_best and data.validation is None:
         raise ConfigError("keep_best is true, and the data have no validation samples; give them some")
     net.eval()
+    hardest = getattr(data.train, "hardest", None)
+    inputs = data.example() if hardest is None else data.train.fetch(hardest(), None)[0]
     try:
-        logits = logits_of(net(torch.zeros(2, *data.shape, device=machine.device)))
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise RunError(
-            "classes",
-            f"the network does not run on float32 images of {data.shape}: {error}; set image_size, convert the "
-            "network (net.float()), or use another",
-        ) from error
+        logits = logits_of(call(net, each(lambda t: t.to(machine.device), inputs)))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        words, remedy = f"float32 images of {data.shape}", "set image_size, convert the network (net.float())"
+        if data.is_text:
+            words = f"texts of up to {data.preprocessing['max_length']} tokens"
+            remedy = "set max_length to what it can read, tokenizer to the network whose words it knows"
+        raise RunError("classes", f"the network does not run on {words}: {error}; {remedy}, or use another") from error
     if logits.dim() != 2 or logits.shape[1] != len(data.classes):
         raise RunError(
             "classes",
             f"the network returns {tuple(logits.shape[1:])} numbers for a sample, and {data.name} has "
             f"{len(data.classes)} classes; give the network a head with that many outputs",
+        )
+    named = list(dict(getattr(getattr(net, "config", None), "id2label", None) or {}).values())
+    if sorted(named) == sorted(data.classes) and named != list(data.classes):
+        raise RunError(
+            "classes",
+            f"the network's outputs are {first_few(named)}, and the data's classes {first_few(data.classes)}, in "
+            "another order; set classes to the network's",
         )

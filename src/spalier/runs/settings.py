@@ -15,7 +15,6 @@ import textwrap
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
@@ -23,46 +22,22 @@ import numpy as np
 
 from spalier.adapters.kinds import ADAPTERS
 from spalier.criteria.criterion import Criterion, Random
-from spalier.criteria.score import CRITERIA
+from spalier.criteria.score import CRITERIA, criterion_of
 from spalier.errors import ConfigError, TaskFileError
-from spalier.runs.narrow import Form, check_wide, default_codes, form_of
+from spalier.runs.narrow import Form, check_wide, form_of
+from spalier.runs.recipes import BY_DATA, BY_RECIPES, filled_in, fitted, is_text
 from spalier.runs.settings_files import plain, read_settings, write_yaml
 from spalier.scheduling import agp
 from spalier.tasks import check_name
+from spalier.text import close_names
 
 BY_RECIPE: Any = None
 """The default of settings that the recipe fills in."""
-_RECIPES: dict[str, tuple[Any, Any]] = {
-    "epochs": (30, 8),
-    "epochs_per_prune": (20, 4),
-    "batch_size": (256, 64),
-    "optimizer": ("sgd", "adamw"),
-    "learn": ("direct", "direct"),
-    "lr": (0.01, 0.01),
-    "refit_epochs": (2, 2),
-    "storage": ("exact", "exact"),
-    "scale_lr": (True, False),
-    "weight_decay": (5e-4, 1e-4),
-    "weight_decay_norms": (True, False),
-    "lr_schedule": ("step", "cosine"),
-    "schedule": ("iterative", None),
-    "final_density": (0.05, None),
-    "densities": (None, (0.7, 0.5, 0.3, 0.2, 0.1)),
-    "writers": ("free", "coupled"),
-    "recovery": ("none", "norms"),
-}
-RECIPES = {
-    recipe: {name: values[column] for name, values in _RECIPES.items() if values[column] is not None}
-    for column, recipe in enumerate(("paper", "fast"))
-}
-"""``paper`` is section 4 of *Structured Pruning Adapters*, as its text has it. ``fast`` is for small data."""
-RATES = {"splora": 3e-3, "spdelta": 5e-4, "sppara": 1e-3, "lora": 3e-3, "fine-pruning": 5e-4}
-"""The learning rate of each method, by AdamW: good on small and large networks and on a transformer, best on none."""
-RESUMABLE = frozenset({"num_workers", "cache_folder", "data_folder", "channels_last", "checkpoint_seconds", "trackers"})
-"""Settings that a run may be resumed with other values of: they change nothing, or only rounding (channels_last)."""
+RESUMABLE = frozenset(
+    {"num_workers", "cache_folder", "data_folder", "channels_last", "checkpoint_seconds", "trackers", "device"}
+)
+"""Settings that a run may be resumed with other values of: nothing changes, or rounding (channels_last, device)."""
 SELECT_OPTIONS = ("normalise", "aggregate", "min_keep", "round_to", "protect", "rank")
-_SMALL_IMAGES = ("digits", "CIFAR10", "CIFAR100", "FashionMNIST", "KMNIST", "MNIST", "SVHN", "USPS")
-_TWO_STEMS = ("resnet18", "resnet34", "resnet50")
 _LONGEST_SUFFIX = "-1000000000B"  # what a task's name may have behind the run's
 
 
@@ -73,12 +48,16 @@ class Settings:
     Those that nobody gives are filled in by the recipe, and a run's file says what they came to.
 
     Args: Data
-        data: digits, torchvision:NAME, hf:NAME or folder:PATH.
+        data: digits, torchvision:NAME, hf:NAME, folder:PATH or text:PATH.
         data_folder: where data sets are; by default $SPALIER_DATA, or ./data.
         image_size: the side of the images in pixels; by default as the data set has it.
         classes: the classes to learn; by default all.
         max_train_samples: use at most so many training samples.
         validation_split: the share of the training samples to validate on.
+        tokenizer: the network whose tokenizer texts go through; by default the run's own.
+        max_length: tokens of a text at most; by default what the tokenizer says, at most 512.
+        text_column: the column of texts, by default text, sentence...; with hf:NAME it says that the set has texts.
+        label_column: the column of classes; by default label, class, category...
         labels: false to learn from the teacher alone, without labels.
         augment: shift and flip training images.
         skip_bad: leave out files that cannot be read, and list them in the results.
@@ -89,11 +68,12 @@ class Settings:
         network: resnet8 to resnet50, torchvision:NAME, timm:NAME, hf:NAME or module:function.
         network_options: more arguments of its constructor; ResNets get a small stem for up to 64 pixels.
         weights: a file of pretrained weights: safetensors, or .pth with nothing but tensors.
+        pretrained: the library's own weights; true for resnet20, whose weights come with Spalier.
         head: the name of the classifier's module; by default it is looked for.
         start_task: a task file to prune further, instead of training a first block.
 
     Args: Adapter
-        method: splora, spdelta, sppara, lora, or fine-pruning, the baseline that learns all weights.
+        method: spdelta (fast), splora (paper), sppara, lora, or fine-pruning, which learns and stores all weights.
         rank: the adapters' rank; a float is a share of each layer's largest rank.
         adapter_options: more arguments of the adapter: bits, kernel, cap, init_range.
         learn: wide learns all kept weights and writes them narrow at each density; direct learns the narrow form.
@@ -144,6 +124,7 @@ class Settings:
         mixed_precision: no, bf16 or fp16.
         channels_last: the memory layout; by default channels last on CPUs only.
         deterministic: use PyTorch's deterministic algorithms.
+        device: cpu, cuda, cuda:1, mps...; by default what there is.
         seed: seeds the data's order, augmentation, dropout and new weights.
 
     Args: Output
@@ -163,20 +144,25 @@ class Settings:
     classes: tuple[str, ...] | None = None
     max_train_samples: int | None = None
     validation_split: float = 0.1
+    tokenizer: str | None = None
+    max_length: int | None = None
+    text_column: str | None = None
+    label_column: str | None = None
     labels: bool = True
     augment: bool = True
     skip_bad: bool = False
     cache_folder: str | None = None
     num_workers: int = 0
 
-    network: str = "resnet18"
+    network: str = "resnet20"
     network_options: dict[str, Any] = field(default_factory=dict)
     weights: str | None = None
+    pretrained: bool = BY_RECIPE
     head: str | None = None
     start_task: str | None = None
 
-    method: Literal["splora", "spdelta", "sppara", "lora", "fine-pruning"] = "splora"
-    rank: int | float = 8
+    method: Literal["splora", "spdelta", "sppara", "lora", "fine-pruning"] = BY_RECIPE
+    rank: int | float = BY_RECIPE
     adapter_options: dict[str, Any] = field(default_factory=dict)
     learn: Literal["direct", "wide"] = BY_RECIPE
     codes: tuple[str, ...] | None = None
@@ -188,7 +174,7 @@ class Settings:
     final_density: float | None = BY_RECIPE
     prune_step: float = 0.05
     prune_steps: int = 5
-    budget: Literal["channels", "weights", "macs", "latency", "bytes"] = "channels"
+    budget: Literal["channels", "weights", "macs", "latency", "bytes"] = BY_RECIPE
     ranking: Literal["global", "local"] = "global"
     writers: Literal["coupled", "free"] = BY_RECIPE
     select_options: dict[str, Any] = field(default_factory=dict)
@@ -208,13 +194,13 @@ class Settings:
     head_lr_scale: float = 1.0
     scale_lr: bool = BY_RECIPE
     lr_schedule: Literal["step", "cosine", "constant"] = BY_RECIPE
-    warmup_epochs: float = 0.0
+    warmup_epochs: float = BY_RECIPE
     momentum: float = 0.9
     weight_decay: float = BY_RECIPE
     weight_decay_norms: bool = BY_RECIPE
     keep_optimizer: bool = False
     label_smoothing: float = 0.0
-    grad_clip: float | None = None
+    grad_clip: float | None = BY_RECIPE
     ema_decay: float | None = None
     validate_every: int = 0
     keep_best: bool = False
@@ -224,6 +210,7 @@ class Settings:
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     channels_last: bool | None = None
     deterministic: bool = False
+    device: str | None = None
     seed: int = 0
 
     name: str = BY_RECIPE
@@ -237,7 +224,7 @@ class Settings:
     def __post_init__(self, filled: Mapping[str, Any] | None) -> None:
         given = {each.name: checked(each.name, getattr(self, each.name)) for each in fields(self)}
         if filled is None:
-            filled = _filled(given)
+            filled = _where_missing(given, filled_in(given))
         else:
             check_known(filled, "filled")
             filled = {name: checked(name, value) for name, value in filled.items()}
@@ -271,12 +258,43 @@ class Settings:
         check_known(changes, "replace")
         return type(self)(**{**self.given, **changes})
 
+    def fitted(self, samples: int, side: int, parameters: int | None = None) -> Self:
+        """A copy with what follows from the data and the network, for settings that nobody gave.
+
+        >>> Settings().batch_size, Settings().fitted(samples=100, side=32).batch_size
+        (64, 8)
+        """
+        known = {**self.given, "method": self.method, "learn": self.learn}
+        found = _where_missing(self.given, fitted(known, samples, side, parameters))
+        return self.with_filled(self.filled_values | found)
+
+    def with_filled(self, filled: Mapping[str, Any]) -> Self:
+        """A copy whose recipe came to this."""
+        return type(self)(**self.given, filled=filled)
+
+    def with_paths(self) -> Self:
+        """A copy whose files and folders are found from any working directory."""
+        changed: dict[str, Any] = {}
+        for name in ("weights", "start_task", "teacher", "cache_folder", "data_folder"):
+            value = self.given[name]
+            if value not in (None, "self"):
+                changed[name] = str(Path(value).expanduser().absolute())
+        if self.data.startswith("folder:"):
+            changed["data"] = f"folder:{Path(self.data.removeprefix('folder:')).expanduser().absolute()}"
+        is_same = all(value == self.given[name] for name, value in changed.items())
+        return self if is_same else type(self)(**{**self.given, **changed}, filled=self.filled_values)
+
+    @property
+    def filled_values(self) -> dict[str, Any]:
+        """What the recipe came to."""
+        return dict(vars(self)["_filled"])
+
     def to_yaml(self) -> str:
         """The settings as `load` reads them: what was given, group by group, then what the recipe filled in."""
         parts = []
         for group, entries in setting_groups().items():
             parts.append(f"# {group}\n" + write_yaml({name: self.given[name] for name, _, _ in entries}))
-        filled = textwrap.indent(write_yaml(vars(self)["_filled"]), "  ")
+        filled = textwrap.indent(write_yaml(self.filled_values), "  ")
         return "\n".join([*parts, f"# what the recipe filled in\nfilled:\n{filled}"])
 
     def targets(self) -> tuple[float, ...]:
@@ -324,6 +342,11 @@ class Settings:
         return made
 
     @property
+    def is_text(self) -> bool:
+        """Whether the data are texts."""
+        return is_text(vars(self))
+
+    @property
     def forms(self) -> list[Form]:
         """The narrow forms that are written at each density; none where the narrow form is learned directly."""
         return [form_of(name) for name in self.codes or ()] if self.learn == "wide" else []
@@ -338,9 +361,9 @@ def setting_groups() -> dict[str, list[tuple[str, Any, str]]]:
     """All settings by group: the name of each, its default and a line of help.
 
     >>> setting_groups()["adapter"][1]
-    ('rank', 8, "the adapters' rank; a float is a share of each layer's largest rank.")
+    ('rank', 'by recipe', "the adapters' rank; a float is a share of each layer's largest rank.")
     """
-    defaults = Settings().given | dict.fromkeys((*_RECIPES, "refit_lr"), "by recipe")
+    defaults = Settings().given | dict.fromkeys((*BY_RECIPES, "refit_lr", "pretrained"), "by recipe")
     groups: dict[str, list[tuple[str, Any, str]]] = {}
     entries: list[tuple[str, Any, str]] = []
     for line in (Settings.__doc__ or "").splitlines():
@@ -365,6 +388,9 @@ def differences(was: Settings, now: Settings, ignored: frozenset[str] = RESUMABL
     {'rank': 'rank was 4 and is 8'}
     """
     names = [each.name for each in fields(was) if each.name not in ignored]
+    # what nobody gave was fitted to the data, which have a check of their own, or is new since
+    later = BY_DATA | {n for n in names if was.given[n] is None and n not in was.filled_values}
+    names = [n for n in names if n not in later or was.given[n] != now.given[n]]
     return {
         name: f"{name} was {getattr(was, name)!r} and is {getattr(now, name)!r}"
         for name in names
@@ -372,48 +398,9 @@ def differences(was: Settings, now: Settings, ignored: frozenset[str] = RESUMABL
     }
 
 
-# recipes
-
-
-def _filled(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What follows from the recipe and other settings, for those that were not given."""
-    recipe, found = given["recipe"], dict(RECIPES[given["recipe"]])
-    has_schedule = given["schedule"] is not None or given["final_density"] is not None
-    if given["densities"] is not None or given["budget"] == "bytes":  # bytes have to be listed
-        for name in ("schedule", "final_density", "densities"):
-            found.pop(name, None)
-    elif recipe == "fast" and has_schedule:
-        del found["densities"]
-        found |= {"schedule": "iterative", "final_density": 0.1}
-    if recipe == "paper" and given["data"] == "torchvision:Flowers102":
-        found |= {"epochs": 100, "epochs_per_prune": 50}  # a smaller set, of larger images
-    if given["codes"] is not None or given["method"] == "spdelta":
-        found["learn"] = "wide"  # few bits are hard to learn and easy to store
-    learn = given["learn"] or found["learn"]
-    if recipe == "fast":
-        found["lr"] = RATES["fine-pruning" if learn == "wide" else given["method"]]
-    is_adamw = (given["optimizer"] or found["optimizer"]) == "adamw"  # as narrow forms learn by
-    lr = given["lr"] if is_adamw and given["lr"] is not None else RATES["fine-pruning"]
-    found["refit_lr"] = lr / 2  # it begins near a good place
-    if learn == "wide":
-        found["storage"] = "int8-all"  # few bits for a weight, and many for a norm, would be badly shared out
-        found["codes"] = default_codes(given) if given["codes"] is None else given["codes"]
-    per_prune = given["epochs_per_prune"]
-    found["final_epochs"] = found["epochs_per_prune"] if per_prune is None else per_prune
-    found["name"] = _name_of(given["data"])
-    found = {name: value for name, value in found.items() if given[name] is None}
-    size = given["image_size"]
-    is_small = size <= 64 if size is not None else given["data"].removeprefix("torchvision:") in _SMALL_IMAGES
-    if is_small and given["network"] in _TWO_STEMS and "stem" not in given["network_options"]:
-        found["network_options"] = {**given["network_options"], "stem": "cifar"}
-    return found
-
-
-def _name_of(data: str) -> str:
-    """A task's name from the data's: letters, digits and dashes."""
-    last = Path(data.partition(":")[2] or data).name
-    kept = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in last).strip("-_")
-    return kept[:60] or "task"
+def _where_missing(given: Mapping[str, Any], filled: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recipe may fill in: nothing that was given, but for tables, which it adds to."""
+    return {name: value for name, value in filled.items() if given[name] is None or isinstance(given[name], dict)}
 
 
 # checks
@@ -421,6 +408,7 @@ def _name_of(data: str) -> str:
 
 _RANGES: list[tuple[str, Callable[[float], bool], tuple[str, ...]]] = [
     ("at least 1", lambda x: x >= 1, ("prune_steps", "score_samples", "recovery_samples", "batch_size")),
+    ("at least 2", lambda x: x >= 2, ("max_length",)),
     ("at least 0", lambda x: x >= 0, ("epochs", "epochs_per_prune", "final_epochs", "refit_epochs", "num_workers")),
     (
         "at least 0",
@@ -450,12 +438,13 @@ def _check(config: Settings) -> None:
         check_name(config.name + _LONGEST_SUFFIX)
     except TaskFileError as error:
         raise ConfigError(f"name: {error}") from error
-    if config.criterion not in CRITERIA:
-        raise ConfigError(f"criterion is {config.criterion!r}, expected one of {', '.join(CRITERIA)}")
+    criterion_of(config.criterion)
     for name in sorted(set(config.select_options) - set(SELECT_OPTIONS)):
         raise ConfigError(f"select_options has {name!r}, expected some of {', '.join(SELECT_OPTIONS)}")
-    for name in sorted({"name", "classes", "weights", "seed"} & set(config.network_options)):
+    for name in sorted({"name", "classes", "weights", "pretrained", "seed"} & set(config.network_options)):
         raise ConfigError(f"network_options has {name!r}, which is a setting of the run; set it there")
+    if config.pretrained and config.weights is not None:
+        raise ConfigError("weights and pretrained are both given; expected one of them")
     _check_densities(config)
     check_wide(config)
     knows_nothing = config.teacher == "self" and config.start_task is None
@@ -489,7 +478,7 @@ def check_known(given: Mapping[str, Any], where: str) -> None:
     known = [each.name for each in fields(Settings)]
     for name in given:
         if name not in known and name != "filled":
-            close = get_close_matches(str(name), known, n=1)
+            close = close_names(name, known)
             hint = f"did you mean {close[0]!r}?" if close else f"expected some of {', '.join(known)}"
             raise ConfigError(f"{where} has {name!r}, which is no setting; {hint}")
 

@@ -365,10 +365,7 @@ class SweepResults:
 
     def __str__(self) -> str:
         cells = [
-            [
-                *(_text(_setting(row, name)) for name in self.over),
-                *(cell(name, row.get(name)) for name in COLUMNS),
-            ]
+            [*(_text(_setting(row, name)) for name in self.over), *(cell(name, row.get(name)) for name in COLUMNS)]
             for row in self.rows
         ]
         lines = [table([*self.over, *TITLES], cells)]

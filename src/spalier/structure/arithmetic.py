@@ -165,6 +165,18 @@ def addmm(walk: Walk, node: Node) -> Result:
     return broadcast(walk, [_product(walk, a, b, shape_of(node)), bias], shape_of(node))
 
 
+@rule("grouped_mm grouped_mm_fallback _grouped_mm")
+def grouped(walk: Walk, node: Node) -> Result:
+    """Rows of one matrix, each with one of several others: experts, which are chosen by number and must stay."""
+    value, weight, shape = walk.value(node.args[0]), walk.value(node.args[1]), shape_of(node)
+    if len(value.shape) != 2 or len(weight.shape) != 3:
+        return unknown(walk, node)
+    walk.freeze(weight.on(0) + value.on(0))
+    walk.grouped.add(walk.place)
+    one = Value(weight.shape[1:], {a - 1: weight.on(a) for a in (1, 2)}, weight.sources)
+    return contract(walk, [(value, "si"), (one, "io")], "so", shape)
+
+
 @rule("einsum")
 def einsum(walk: Walk, node: Node) -> Result:
     """Any contraction, written out."""
@@ -195,16 +207,25 @@ def convolution(walk: Walk, node: Node) -> Result:
     channel = len(value.shape) - len(weight.shape) + 1  # the batch axis may be missing
     transposed = "transpose" in name or (name == "convolution" and bool(node.args[6]))
     groups = argument(node, 8 if name == "convolution" else 6, "groups", 1)
-    walk.freeze_all(value, range(channel + 1, len(value.shape)))
+    # one tap at each pixel: pixels are apart, and may be channels of something else
+    is_pointwise = set(weight.shape[2:]) == {1} and _is_all(node, "stride", 1) and _is_all(node, "padding", 0)
+    if not is_pointwise:
+        walk.freeze_all(value, range(channel + 1, len(value.shape)))
     walk.freeze_all(weight, range(2, len(weight.shape)), TAPS)
     # counted below, with the pixels that this contraction knows nothing of
     made = _grouped(walk, value, channel, weight, groups, transposed, shape[channel])
-    batch = {axis: fields for axis, fields in value.fields.items() if axis < channel and fields}
+    last = len(value.shape) if is_pointwise else channel
+    batch = {axis: fields for axis, fields in value.fields.items() if axis < last and axis != channel and fields}
     pixels = value.shape if transposed else shape
     plain = math.prod(n for axis, n in enumerate(pixels) if axis != channel and axis not in batch)
     _note_convolution(walk, weight, plain, list(batch.values()))
     out = Value(shape, {**batch, channel: made.on(0)}, made.sources)
     return _with_channel_parameters(walk, out, walk.given(argument(node, 2, "bias")), channel)
+
+
+def _is_all(node: Node, name: str, number: int) -> bool:
+    found = named(node, name)
+    return set(found if isinstance(found, list | tuple) else [found]) <= {number}
 
 
 def _note_convolution(walk: Walk, weight: Value, pixels: int, batch: list[list[Ints]]) -> None:
@@ -379,7 +400,13 @@ def along(walk: Walk, node: Node) -> Result:
     """Each entry depends on all others of the axis, so these must stay."""
     value, axis = walk.value(node.args[0]), int(named(node, "dim"))
     walk.freeze_all(value, (axis,))
-    return _each(node, lambda made: Value(tuple(made.shape), value.fields, value.sources))
+    # of the largest ones there are fewer
+    return _each(
+        node,
+        lambda made: Value(
+            tuple(made.shape), {a: f for a, f in value.fields.items() if made.shape[a] == value.shape[a]}, value.sources
+        ),
+    )
 
 
 @rule("glu")

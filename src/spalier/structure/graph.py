@@ -16,7 +16,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from spalier.adapters.forward import is_diverted, undivert_
 from spalier.adapters.geometry import is_uninitialised
@@ -121,6 +122,15 @@ def preserved(net: nn.Module) -> Iterator[None]:
                 for buffer, value in zip(buffers.values(), values, strict=True):
                     if buffer is not None and value is not None and not torch.equal(buffer, value):
                         buffer.copy_(value)
+
+
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Take hooks away at the end of the block."""
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.enter_context(handle)
+        yield
 
 
 @contextmanager
@@ -282,6 +292,10 @@ class Walk:
         """Axes whose sizes a module's code may hold: its path, the size, and the fields."""
         self.views: dict[str, list[Value]] = {}
         """What views make, in order, by the path of the module that asks for them."""
+        self.reshapes: dict[tuple[str, int, int, int], list[Value]] = {}
+        """The same by module, by how many axes there are before and after, and by the axis of size -1, from the end."""
+        self.grouped: set[str] = set()
+        """The modules whose code multiplies rows with the one or the other of several matrices."""
         self.made: dict[str, list[Value]] = {}
         """Tensors that are made of a shape alone, likewise."""
         self.reason = ""

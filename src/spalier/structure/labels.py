@@ -137,11 +137,7 @@ class _Resolution:
     """
 
     def __init__(
-        self,
-        size: int,
-        pairs: list[tuple[Ints, Ints]],
-        rules: list[tuple[Ints, Ints]],
-        frozen: list[tuple[Ints, str]],
+        self, size: int, pairs: list[tuple[Ints, Ints]], rules: list[tuple[Ints, Ints]], frozen: list[tuple[Ints, str]]
     ) -> None:
         empty = np.empty(0, np.int64)
         self.root = np.arange(size)

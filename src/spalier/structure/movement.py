@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
+from spalier.adapters.calls import left_open
 from spalier.structure.graph import Result, Value, Walk, argument, named, operation, rule, shape_of, sources, unknown
 from spalier.structure.labels import NONE, Ints
 
@@ -45,6 +46,10 @@ def reshape(walk: Walk, node: Node) -> Result:
     walk.note_sizes(out)
     if operation(node) not in ("squeeze", "unsqueeze"):
         walk.views.setdefault(walk.place, []).append(out)
+        asked = argument(node, 1)
+        if isinstance(asked, list | tuple) and len(asked) == len(shape):
+            key = (walk.place, len(value.shape), len(shape), left_open(asked))
+            walk.reshapes.setdefault(key, []).append(out)
     return out
 
 
@@ -248,7 +253,9 @@ def index(walk: Walk, node: Node) -> Result:
     # indices of several axes put these in the place of the indexed ones
     shift = len(shape) - len(value.shape)
     fields = {a + (shift if a > indexed[-1] else 0): f for a, f in value.fields.items() if a not in indexed}
-    return Value(shape, fields, sources(walk.operands(node)))
+    # the matrix of an expert, whichever is chosen, is a weight
+    is_weight = value.is_static and len(value.shape) - len(indexed) > 1
+    return Value(shape, fields, value.sources if is_weight else sources(walk.operands(node)))
 
 
 @rule("gather take_along_dim")
@@ -314,3 +321,15 @@ def im2col(walk: Walk, node: Node) -> Result:
     fields = {a: f for a, f in value.fields.items() if a < channel}
     fields[channel] = [np.repeat(f, shape[channel] // len(f)) for f in value.on(channel)]
     return Value(shape, fields, value.sources)
+
+
+@rule("col2im")
+def col2im(walk: Walk, node: Node) -> Result:
+    """The other way round: a run of taps becomes a channel, and taps stay."""
+    value, shape = walk.value(node.args[0]), shape_of(node)
+    axis, channel = len(value.shape) - 2, len(shape) - 3
+    walk.freeze_all(value, (axis + 1,))
+    kept, taps = walk.split(value.on(axis), (shape[channel], value.shape[axis] // shape[channel]))
+    walk.freeze(taps)
+    fields = {a: f for a, f in value.fields.items() if a < axis}
+    return Value(shape, {**fields, channel: kept}, value.sources)

@@ -78,12 +78,7 @@ class GraphSearch:
     """Follows layers on a graph."""
 
     def __init__(
-        self,
-        net: nn.Module,
-        program: ExportedProgram,
-        walk: Walk,
-        assembly: Assembly,
-        names: Mapping[str, str],
+        self, net: nn.Module, program: ExportedProgram, walk: Walk, assembly: Assembly, names: Mapping[str, str]
     ) -> None:
         self.net, self.program, self.walk, self.assembly = net, program, walk, assembly
         self.placeholders = placeholders(program, names)

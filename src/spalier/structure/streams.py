@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
+from torch.export import ExportedProgram
 
 from spalier.structure.arithmetic import TAPS
 from spalier.structure.graph import Kind, Role, Term, Walk, module_of, operation, shape_of
@@ -100,6 +101,37 @@ class Extent:
 
 
 @dataclass(frozen=True, eq=False)
+class View:
+    """A size that a module's code gets wrong where channels go, as it takes the width of another tensor.
+
+    It is that of one axis, counted from the end, of all its views that have so many axes before and after, and leave
+    the same one open.
+    """
+
+    module: str
+    before: int
+    after: int
+    open: int
+    axis: int
+    size: int
+    units: AxisUnits
+
+    def left(self, keep: Sequence[Mask]) -> tuple[int, int, int, int, int]:
+        """The view, and the size that is left."""
+        (size,) = Extent("", (self.size,), (self.units,)).left(keep)
+        return self.before, self.after, self.open, self.axis, size
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A number that a module's code makes of a width: it multiplies or divides tensors with so many axes."""
+
+    module: str
+    axes: int
+    number: float
+
+
+@dataclass(frozen=True, eq=False)
 class Cost:
     """The multiply-accumulates of one contraction: ``times`` the product of what is left of some axes."""
 
@@ -181,7 +213,37 @@ def extents_of(walk: Walk, assembly: Assembly) -> list[Extent]:
         fields = [statistic.fields[axis] for axis in sorted(statistic.fields)]
         sizes = tuple(len(each[0]) for each in fields)
         found.append(Extent(module_of(statistic.node), sizes, tuple(map(assembly.units_on, fields))))
-    return [extent for extent in found if any(extent.units)]
+    # an axis of the same size that stays makes it unclear which of the two an attribute means
+    lost = {(e.module, n) for e in found for n, units in zip(e.sizes, e.units, strict=True) if units}
+    return [e for e in found if any(e.units) or (len(e.sizes) == 1 and (e.module, e.sizes[0]) in lost)]
+
+
+def views_of(walk: Walk, assembly: Assembly, wrong: Collection[tuple[str, int, int, int, int, int]]) -> list[View]:
+    """The right sizes of views by module, kind and axis, and the number of the view among those of its kind.
+
+    Where those that are wrong do not agree there is none. Of views with an open axis all have to: which are wrong does
+    not show while they run.
+    """
+    found = []
+    for kind, axis in sorted({(each[:4], each[4]) for each in wrong if each[2]}):
+        values = walk.reshapes[kind]
+        chosen = values if kind[3] else [values[each[5]] for each in wrong if (each[:4], each[4]) == (kind, axis)]
+        sizes = {value.shape[-axis] for value in chosen}
+        units = [assembly.units_on(value.on(-axis)) for value in chosen]
+        if len(sizes) == 1 and len({tuple((n, u.tobytes()) for n, u in on) for on in units}) == 1:
+            found.append(View(*kind, axis, sizes.pop(), units[0]))
+    return found
+
+
+def scales_of(program: ExportedProgram, module: str) -> list[Scale]:
+    """The numbers that tensors are scaled with in a module, where there is one for all with so many axes."""
+    inside = f"{module}." if module else ""
+    found: dict[int, set[float]] = defaultdict(set)
+    for node in program.graph.nodes:
+        is_scaled = node.op == "call_function" and operation(node) in ("mul", "div") and isinstance(node.args[1], float)
+        if is_scaled and (module_of(node) == module or module_of(node).startswith(inside)):
+            found[len(shape_of(node))].add(node.args[1])
+    return [Scale(module, axes, *numbers) for axes, numbers in found.items() if len(numbers) == 1]
 
 
 def costs_of(terms: Sequence[Term], assembly: Assembly) -> list[Cost]:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten
 from spalier.adapters.attachment import attachment_of, is_marked
 from spalier.adapters.geometry import Added, first_names, has_weight_hook, tensors_of
 from spalier.adapters.targets import Names, select_named
-from spalier.errors import ConfigError, TraceError
+from spalier.errors import ConfigError, PlanError, TraceError
 from spalier.files import write
 from spalier.structure import movement  # noqa: F401  (importing it registers its rules; streams imports arithmetic)
 from spalier.structure.graph import Value, Walk, capture, copied
@@ -39,13 +39,15 @@ from spalier.structure.streams import (
     Extent,
     Frozen,
     Member,
+    Scale,
     Stream,
+    View,
     assemble,
     costs_of,
     extents_of,
     kept_indices,
 )
-from spalier.text import pattern, pattern_of, table
+from spalier.text import InNotebooks, near, pattern, pattern_of, percent, table
 
 UNUSED = "not used on this example"
 Freeze = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
@@ -61,8 +63,8 @@ class Captured:
     assembly: Assembly
 
 
-@dataclass(frozen=True, eq=False)
-class Structure:
+@dataclass(frozen=True, eq=False, repr=False)
+class Structure(InNotebooks):
     """What can be pruned in a network, and what cannot, and why. Print it."""
 
     fingerprint: str
@@ -78,6 +80,12 @@ class Structure:
     """The layers that may keep channels of their own with ``writers="free"``."""
     extents: tuple[Extent, ...] = ()
     """Sizes that modules' code uses, so that their attributes can follow."""
+    views: tuple[View, ...] = ()
+    """Sizes that modules' code gets wrong where channels go, and that are set right."""
+    scales: tuple[Scale, ...] = ()
+    """Numbers that it gets wrong likewise."""
+    grouped: tuple[str, ...] = ()
+    """Modules with grouped products, whose kernels take few widths."""
     sites: tuple[Site, ...] = ()
     """Where each stream's channels can be seen while the network runs."""
     costs: tuple[Cost, ...] = ()
@@ -86,10 +94,10 @@ class Structure:
     """Layers, and the batch norms that alone take their outputs: one can be folded into the other."""
     untried: str = ""
     """Why the network's own code could not be tried with fewer channels; empty where it was."""
-    captured: Captured | None = field(default=None, repr=False)
+    captured: Captured | None = None
     """The graph, to compare with; None where the structure was loaded and nothing had to be compared yet."""
-    example: Any = field(default=None, repr=False)
-    freeze: Any = field(default=None, repr=False)
+    example: Any = None
+    freeze: Any = None
 
     @property
     def units(self) -> int:
@@ -109,6 +117,8 @@ class Structure:
         return (total - left) / total if total else 0.0
 
     def __getitem__(self, name: str) -> Stream:
+        if name not in self.index:
+            raise PlanError(f"{name!r} is no stream of this network; expected a name such as {near(name, self.index)}")
         return self.streams[self.index[name]]
 
     @cached_property
@@ -148,6 +158,12 @@ class Structure:
             **{key: _coded(getattr(self, key)) for key in _LISTS},
         }
 
+    def __repr__(self) -> str:
+        return f"Structure({self._summary()})"
+
+    def _summary(self) -> str:
+        return f"{self.units:,} units in {len(self.streams)} streams; {percent(self.prunable)} of the weights can go"
+
     def __str__(self) -> str:
         rows = [[s.name, f"{s.size:,}", _short(s.writers), _short(s.readers), str(len(s.riders))] for s in self.streams]
         text = table(["stream", "units", "writers", "readers", "riders"], rows) if rows else "no streams"
@@ -159,7 +175,7 @@ class Structure:
                 f"\n\nnot tried with fewer channels, as it does not run without values: {self.untried}\n"
                 "prune_ may refuse some of these units, and says then what to freeze"
             )
-        return f"{text}\n{self.units:,} units in {len(self.streams)} streams; {self.prunable:.1%} of the weights can go"
+        return f"{text}\n{self._summary()}"
 
 
 def _short(names: Sequence[str]) -> str:
@@ -295,7 +311,7 @@ def _freeze_computed(walk: Walk, net: nn.Module, inputs: Mapping[str, Value]) ->
 
 # what a network is known by
 
-VERSION = 2
+VERSION = 3
 """Rises whenever the same network would be given another structure."""
 
 
@@ -343,8 +359,8 @@ def _code(kind: type) -> bytes:
 
 # plain data
 
-FORMAT = 5
-_LISTS = ("streams", "frozen", "writers", "extents", "sites", "costs", "folds")
+FORMAT = 6
+_LISTS = ("streams", "frozen", "writers", "extents", "views", "scales", "grouped", "sites", "costs", "folds")
 
 
 def _coded(value: Any) -> Any:
@@ -380,6 +396,12 @@ def from_dict(data: Mapping[str, Any]) -> Structure:
         extents=tuple(
             Extent(module, tuple(sizes), tuple(map(_axis_units, units))) for module, sizes, units in data["extents"]
         ),
+        views=tuple(
+            View(module, before, after, left_open, axis, size, _axis_units(units))
+            for module, before, after, left_open, axis, size, units in data["views"]
+        ),
+        scales=tuple(Scale(*entry) for entry in data["scales"]),
+        grouped=tuple(data["grouped"]),
         sites=tuple(
             Site(writer, stream, module, side, axis, _axis_units(units), norm)
             for writer, stream, module, side, axis, units, norm in data["sites"]

@@ -171,7 +171,8 @@ def _traced(task: Task, base: Base, example: Any) -> Structure:
                     f"{tuple(base.tensors[name].shape)}: give it a head for the task's classes first",
                 )
     structure = trace(base.net, example)
-    if tuple((s.name, s.size) for s in structure.streams) != task.table.streams:
+    # a task that was never traced has lost nothing
+    if task.table.streams and tuple((s.name, s.size) for s in structure.streams) != task.table.streams:
         raise TaskFileError("base", "the base's streams are not those that the task was pruned with")
     return structure
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 import weakref
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from spalier.adapters.calls import corrected_with, noting
 from spalier.adapters.codes import packed_size, per_byte, top, unpack
 from spalier.adapters.geometry import Geometry
 from spalier.adapters.kinds import add_, low_rank, pointwise
 from spalier.errors import TaskFileError
+from spalier.networks import name_classes_
 from spalier.pruning.modules import (
     NAME,
     Spread,
@@ -31,7 +33,7 @@ from spalier.pruning.modules import (
     resized_by_tensors,
     spread_output,
 )
-from spalier.tasks.base import NUMPY_DTYPES, Base, Weight
+from spalier.tasks.base import NUMPY_DTYPES, Base, Outputs, SavingRefused, Weight
 from spalier.tasks.dry_run import inputs_of, output_shapes, zeros
 from spalier.tasks.format import largest, quoted
 from spalier.tasks.rows import Adapted, Cut, Delta, Ints, LowRank, Pointwise
@@ -49,7 +51,12 @@ def build(task: Task, base: Base, *, fold: bool, share: bool, pool: Pool | None 
         _follow_(task, modules, builder.device)
         if fold:
             fold_(modules, task.table.folds)
-    return modules[""]
+    net = modules[""]
+    name_classes_(net, task.info.classes)
+    is_smaller = any(tuple(cut.shape) != base.tensors[row.names[0]].shape for row, cut in task.cut_rows)
+    if hasattr(net, "save_pretrained") and (fold or is_smaller):
+        net.__dict__["save_pretrained"] = SavingRefused()
+    return net
 
 
 def bytes_beside(task: Task, base: Base) -> int:
@@ -75,7 +82,8 @@ def check_base(task: Task, base: Base) -> None:
     _check_left(task)
     fitting = base.fitting.setdefault(table, set())
     counts = tuple([int(mask.sum()) for mask in task.masks])
-    if table.attributes or fitting.isdisjoint((counts, ANY)):  # attributes go with the masks of one task
+    # attributes and calls go with the masks of one task
+    if table.attributes or table.calls or fitting.isdisjoint((counts, ANY)):
         _check_runs(task, base)
         fitting |= {counts, ANY} if _runs_with_any(task, base) else {counts}
 
@@ -123,7 +131,7 @@ def _check_table(table: Table, base: Base) -> None:
                 if not is_same or source.taps not in (0, 1, math.prod(geometry.kernel)):
                     raise _misfit(f"the adapter of {quoted(name)} is for another kind of layer", code="sizes")
     folds = [path for pair in table.folds for path in pair]
-    for path in (*(w.module for w in table.writers), *table.attributes, *table.heads, *folds):
+    for path in (*(w.module for w in table.writers), *table.attributes, *table.calls, *table.heads, *folds):
         if path not in base.modules:
             raise _misfit(f"the base has no module {quoted(path)}")
 
@@ -143,7 +151,8 @@ def _check_runs(task: Task, base: Base) -> None:
         if reason := misfit(modules[path]):
             raise TaskFileError("table", f"what is left of {quoted(path)} does not fit together: {reason}")
     inputs = task.info.inputs
-    wanted = _outputs_of_base(task, base) if inputs else None
+    wanted, views = _outputs_of_base(task, base) if inputs else (None, {})
+    _check_calls(task, views)
     if wanted is None:
         return
     try:
@@ -156,17 +165,38 @@ def _check_runs(task: Task, base: Base) -> None:
         raise TaskFileError("table", message)
 
 
-def _outputs_of_base(task: Task, base: Base) -> list[tuple[int, ...]] | None:
-    """The shapes that the base, with the task's heads, returns; None where it needs values, or other inputs, to run."""
+def _check_calls(task: Task, views: Mapping[str, Collection[tuple[int, ...]]]) -> None:
+    """A task may set views right that the base makes, by as much as its masks leave, and no others."""
+    shares = _shares(task) if task.table.calls else set()
+    for path, calls in task.table.calls.items():
+        for *kind, size in calls.views:
+            olds = [each[-1] for each in views.get(path, ()) if list(each[:-1]) == kind]
+            if not any(Fraction(size, old) in shares for old in olds if size <= old):
+                raise TaskFileError(
+                    "base",
+                    f"the task sets a size of a view in {quoted(path)} to {size}, and what the base makes there on the "
+                    f"task's inputs has {quoted(olds)}: no mask leaves that share",
+                )
+
+
+def _outputs_of_base(task: Task, base: Base) -> Outputs:
+    """The shapes that the base, with the task's heads, returns; None where it needs values, or other inputs, to run.
+
+    And the views that the modules make whose calls the task sets right.
+    """
     heads = {row.names: row.shape for row in task.table.rows if row.path in task.table.heads}
-    key = repr((heads, task.info.inputs))
+    key = repr((heads, task.info.inputs, sorted(task.table.calls)))
     if key not in base.outputs:
         if len(base.outputs) > 64:  # strangers may ask for ever more
             base.outputs.clear()
+        modules = _hollow(task, base, whole=True)
+        views: dict[str, set[tuple[int, ...]]] = {path: set() for path in task.table.calls}
+        for path, made in views.items():
+            modules[path].__dict__["forward"] = noting(modules[path], made)
         try:
-            base.outputs[key] = output_shapes(_hollow(task, base, whole=True)[""], *inputs_of(task.info.inputs))
+            base.outputs[key] = output_shapes(modules[""], *inputs_of(task.info.inputs)), views
         except Exception:  # whatever the base's own code raises: nothing can be said
-            base.outputs[key] = None
+            base.outputs[key] = None, views
     return base.outputs[key]
 
 
@@ -489,6 +519,8 @@ def resized_attributes(task: Task, modules: dict[str, nn.Module]) -> dict[str, d
             found[path] = attention_with(module, heads)
         else:
             found.setdefault(path, {}).update(values)
+    for path, calls in task.table.calls.items():
+        found.setdefault(path, {}).update(corrected_with(modules[path], calls))
     # PyTorch's inference fast paths know nothing of attention that has fewer heads
     touched = {modules[path] for path in kept}
     for path, module in modules.items():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from spalier.adapters.attach import check_finite
 from spalier.adapters.attachment import Attachment, Owner, attachment_of, moved, owners_of, update_of
+from spalier.adapters.calls import CALLS
 from spalier.adapters.geometry import first_names, is_finite, is_norm, tensors_of
 from spalier.adapters.kinds import ByLayer, Coded, LowRank, Pointwise, Stored, Update
 from spalier.budget import Meter
@@ -25,11 +26,11 @@ from spalier.structure.graph import arguments
 from spalier.structure.structure import Structure
 from spalier.tasks import rows as kinds
 from spalier.tasks.dry_run import described_inputs
-from spalier.tasks.format import DTYPES, architecture_digest, values_digest
+from spalier.tasks.format import DTYPES, Density, Fingerprint, architecture_digest, values_digest
 from spalier.tasks.numbers import assembled
 from spalier.tasks.rows import Ints, Placement, Row, Source
 from spalier.tasks.table import Table, Writer
-from spalier.tasks.task import Density, Fingerprint, Task, TaskInfo
+from spalier.tasks.task import Task, TaskInfo
 
 _MAX_NUMEL = 4096
 """Larger tensors of integers are no counters but other state, which a task file is not made for."""
@@ -151,6 +152,7 @@ class _Extractor:
             self._sizes(),
             self.attachment.heads,
             () if structure is None else structure.folds,
+            {path: m.__dict__[CALLS] for path, m in self.net.named_modules() if CALLS in m.__dict__},
         )
 
     def _row(self, name: str) -> Row | None:

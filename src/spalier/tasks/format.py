@@ -17,7 +17,9 @@ import struct
 import unicodedata
 import zlib
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
@@ -69,6 +71,12 @@ _FOREIGN = {
     b"\x1f\x8b": "a gzip archive",
     b"GGUF": "a GGUF file",
     b"\x89HDF": "an HDF5 file",
+    b"\xff\xd8\xff": "a JPEG image",
+    b"\x89PNG": "a PNG image",
+    b"GIF8": "a GIF image",
+    b"RIFF": "a RIFF file, such as a WebP image",
+    b"%PDF": "a PDF document",
+    b"\x7fELF": "a program",
     b"{": "JSON text",
     b"version ": "a pointer of Git LFS; fetch the file itself",
 }
@@ -255,7 +263,12 @@ def _named(header: bytes) -> dict[str, Any]:
 def _parse_header(found: dict[str, Any], size: int) -> tuple[dict[str, Any], list[_Entry]]:
     metadata = found.pop("__metadata__", None)
     if not isinstance(metadata, dict) or set(metadata) != {KEY} or not isinstance(metadata[KEY], str):
-        raise TaskFileError("header", f"the file has no metadata {KEY!r} (and nothing else): it is no task file")
+        what = f"safetensors of {len(found):,} tensors ({', '.join(map(quoted, islice(found, 2))) or 'none'})"
+        raise TaskFileError(
+            "header",
+            f"the file is {what} whose metadata are not {KEY!r} alone: weights of a network, not a task; expected "
+            f"NAME{SUFFIX}, as Task.save and runs write it",
+        )
     # lone surrogates are legal in JSON; as bytes they are no UTF-8, so the description is refused
     description = parse_json("metadata", "the description", metadata[KEY].encode("utf-8", "surrogatepass"))
     if not isinstance(description, dict):
@@ -340,6 +353,26 @@ def pack_container(description: Mapping[str, Any], tensors: Mapping[str, Tensor]
 # -- which base a task belongs to
 
 
+@dataclass(frozen=True)
+class Fingerprint:
+    """Which base a task was learned on: two digests, as the functions below make them."""
+
+    architecture: str
+    values: str
+
+
+@dataclass(frozen=True)
+class Density:
+    """How much of the base is left, three ways: (kept, of), or None where it is not known."""
+
+    channels: tuple[int, int] | None
+    """Output channels of the layers that write streams."""
+    weights: tuple[int, int] | None
+    """Parameters of the network."""
+    macs: tuple[int, int] | None
+    """Multiply-accumulates of one sample."""
+
+
 def architecture_digest(modules: Iterable[Described], ties: Mapping[str, str], heads: Collection[str]) -> str:
     """Of modules in their order, with class and settings, and of all tensors' names with those that are tied."""
     digest = hashlib.sha256()
@@ -402,3 +435,63 @@ def largest(tensor: Tensor) -> float:
         return 0.0
     low, high = (float(end) for end in torch.aminmax(tensor.detach()))
     return math.nan if math.isnan(low + high) else max(abs(low), abs(high))
+
+
+def plain_dict(what: str, value: object) -> dict[str, Any]:
+    """A mapping of plain data, or nothing."""
+    if value is not None and not isinstance(value, Mapping):
+        raise TaskFileError("metadata", f"{what} is a {type(value).__name__}, expected a dict")
+    return {key: plain(inner) for key, inner in (value or {}).items()}
+
+
+def plain(value: Any) -> Any:
+    """Plain data: scalars of numpy and PyTorch become numbers, paths text."""
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+
+
+def share_text(pair: tuple[int, int] | None) -> str:
+    """How much is kept, in words.
+
+    >>> share_text((1, 4))
+    '1 of 4 (25.0%)'
+    """
+    return "not known" if pair is None else f"{pair[0]:,} of {pair[1]:,} ({pair[0] / pair[1]:.1%})"
+
+
+def fingerprint_of(data: dict[str, Any]) -> Fingerprint:
+    """Of a description that was read."""
+    are_digests = all(isinstance(v, str) and len(v) == 64 and set(v) <= set("0123456789abcdef") for v in data.values())
+    check_field("base", set(data) == {"architecture", "values"} and are_digests, "two SHA-256 digests")
+    return Fingerprint(**data)
+
+
+def density_of(data: dict[str, Any]) -> Density:
+    """Of a description that was read."""
+    names = [f.name for f in fields(Density)]
+    check_field("density", set(data) <= set(names), f"only {', '.join(names)}")
+    for pair in data.values():
+        check_field("density", is_sizes(pair, 2) and pair[0] <= pair[1] > 0, "pairs of kept and of")
+    return Density(**{name: tuple(data[name]) if name in data else None for name in names})
+
+
+def known_version(found: object) -> int:
+    """The format of a file, if it is one that can be read."""
+    if type(found) is not int or not 1 <= found <= VERSION:
+        raise TaskFileError(
+            "version",
+            f"the file has format {quoted(found)}, expected 1 to {VERSION}: it was written by another version of "
+            "Spalier; update this one",
+        )
+    return found
+
+
+def check_field(field: str, holds: bool, expected: str) -> None:
+    """Refuse a description whose field is not what it has to be."""
+    if not holds:
+        raise TaskFileError("metadata", f"the description's {field} is not what it has to be: expected {expected}")

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from spalier import files
 from spalier.errors import TaskFileError
-from spalier.tasks.format import SUFFIX, check_name, dump_json
+from spalier.tasks.format import SUFFIX, Density, check_name, dump_json, share_text
 from spalier.tasks.store import Store
-from spalier.tasks.task import Density, Task, TaskInfo, share_text
+from spalier.tasks.task import Task, TaskInfo
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -208,6 +208,14 @@ def pull(
         path = _api(endpoint, token).hf_hub_download(repository, f"{name}{SUFFIX}", revision=revision, local_dir=folder)
         task = Task.load(path)
     return store.add(task, name, overwrite=overwrite)
+
+
+def names_in(repository: str, *, token: str | None = None, endpoint: str | None = None) -> list[str]:
+    """The names of all tasks in a repository."""
+    _check_repository(repository)
+    with _one_error(f"listing {repository!a}", token):
+        found = _api(endpoint, token).list_repo_files(repository)
+    return sorted(name.removesuffix(SUFFIX) for name in found if name.endswith(SUFFIX) and "/" not in name)
 
 
 def _check_repository(repository: object) -> None:

@@ -220,3 +220,20 @@ def inflated(codes: Tensor, length: object, expected: int) -> Tensor:
         raise TaskFileError("sizes", f"{codes.numel():,} bytes are to inflate to {expected:,}, over {MAX_RATIO} times")
     data = inflate("codes", "what codes hold", codes.numpy().tobytes(), expected)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def bytes_of_version_1(numbers: Tensor) -> Tensor:
+    """8-bit integers as codes of 255 levels: one in a byte, so whatever matrices they are of."""
+    return torch.from_numpy(pack(numbers.numpy(), BYTE_LEVELS))
+
+
+def expanded(found: Any, count: int) -> tuple[int, ...]:
+    """Integers from pairs of a number and how often it comes, as many as the table has places for."""
+    pairs: list[Any] = found if isinstance(found, list) else [None]
+    for pair in pairs:
+        fits = isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair)
+        if not fits or not -(2**63) <= pair[0] < 2**63 or not 0 < pair[1] <= count:
+            raise TaskFileError("metadata", "the description's integers are no pairs of a number and its times")
+    if sum(times for _, times in pairs) != count:
+        raise TaskFileError("sizes", f"the description's integers are not the {count} that the table has")
+    return tuple(number for number, times in pairs for _ in range(times))

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from spalier.adapters.kinds import Stored
 from spalier.tasks.extract import grouped, settings_of
-from spalier.tasks.format import values_digest
+from spalier.tasks.format import Fingerprint, values_digest
 from spalier.tasks.numbers import assembled
 from spalier.tasks.rows import Row, Source
-from spalier.tasks.task import Fingerprint, Task, own_tensors
+from spalier.tasks.task import Task, own_tensors
 
 Sources = Mapping[str, tuple[Source, Sequence[Stored] | Tensor]]
 """For each weight by its name: where its numbers come from now, and these."""

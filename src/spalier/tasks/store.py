@@ -8,8 +8,10 @@ from T (d - a) > 1 on.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -23,9 +25,9 @@ from spalier import files
 from spalier.errors import ConfigError, TaskFileError
 from spalier.tasks.base import Base
 from spalier.tasks.build import build
-from spalier.tasks.format import SUFFIX, check_name, forget_digests
+from spalier.tasks.format import MAX_BYTES, SUFFIX, check_name, forget_digests
 from spalier.tasks.task import STORAGES, Storage, Task, TaskInfo
-from spalier.text import first_few, printable, table
+from spalier.text import InNotebooks, close_names, first_few, near, printable, table
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class StoreEntry:
         return self.error is None
 
 
-class StoreList(list[StoreEntry]):
-    """The tasks of a store by name. Print it."""
+class StoreList(InNotebooks, list[StoreEntry]):
+    """The tasks of a store by name, those that differ by their density alone from the densest on. Print it."""
 
     def __str__(self) -> str:
         rows = []
@@ -61,8 +63,14 @@ class StoreList(list[StoreEntry]):
         return table(["task", "bytes", "learned", "channels", "weights", "state"], rows)
 
 
-class Store:
-    """A folder of task files. Several processes may read and write it at once.
+def _by_density(entry: StoreEntry) -> tuple[str, float, str]:
+    channels = entry.info.density.channels if entry.info else None
+    family = re.sub(r"-(start|\d+(\.\d+)?)(?=-|$)", "", entry.name)
+    return family, -channels[0] / channels[1] if channels else -math.inf, entry.name
+
+
+class Store(InNotebooks):
+    """A folder of task files; print it for a list. Several processes may read and write it at once.
 
     >>> import tempfile
     >>> store = Store(tempfile.mkdtemp())
@@ -99,6 +107,9 @@ class Store:
     def __repr__(self) -> str:
         return f"Store({str(self.folder)!r}, {len(self)} tasks)"
 
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.list()}" if len(self) else repr(self)
+
     def load(self, name: str) -> Task:
         """Read a task. In a store it is called like its file, whatever name it was saved under; a warning says so."""
         task = self._load(name)
@@ -111,14 +122,26 @@ class Store:
         )
         return replace(task, info=replace(task.info, name=name))
 
+    def read(self, name: str) -> tuple[Task, str]:
+        """A task, and the SHA-256 of its file, from one reading."""
+        with files.opened(self.path(name)) as (file, size):
+            if size > MAX_BYTES:
+                raise TaskFileError("too-large", f"the file has {size:,} bytes, more than the limit of {MAX_BYTES:,}")
+            data = bytes(files.read_exactly(file, size))
+        return Task.from_bytes(data), hashlib.sha256(data).hexdigest()
+
     def _load(self, name: str) -> Task:
         try:
             return Task.load(self.path(name))
         except TaskFileError as error:
             if error.code != "missing":
                 raise
-            known = first_few(list(self)) or "none"
-            raise TaskFileError("missing", f"the store has no task {name!r}; it has {known}") from None
+            raise self._missing(name) from None
+
+    def _missing(self, name: str) -> TaskFileError:
+        close = close_names(name, self)
+        meant = f"did you mean {near(name, close)}?" if close else f"it has {first_few(list(self)) or 'none'}"
+        return TaskFileError("missing", f"the store has no task {name!r}; {meant}")
 
     def add(self, task: Task, name: str | None = None, *, storage: Storage = "exact", overwrite: bool = False) -> Path:
         """Write a task into the store, under its own name or another; whole and durable, or not at all."""
@@ -147,7 +170,7 @@ class Store:
                 path.unlink()
                 files.sync_folder(self.folder)
             except FileNotFoundError:
-                raise TaskFileError("missing", f"the store has no task {name!r}") from None
+                raise self._missing(name) from None
             except OSError as error:
                 raise TaskFileError("write", f"{name!r} could not be removed: {error.strerror}") from error
 
@@ -218,6 +241,7 @@ class Store:
             with contextlib.suppress(FileNotFoundError):  # another process has removed it
                 size = (self.folder / f"{name}{SUFFIX}").lstat().st_size
                 found.append(StoreEntry(name, size, info, error))
+        found.sort(key=_by_density)
         return found
 
 
@@ -234,7 +258,7 @@ class TaskCost:
 
 
 @dataclass(frozen=True)
-class StoreReport:
+class StoreReport(InNotebooks):
     """Bytes of all tasks on one base, and when that pays. Print it."""
 
     base: int
@@ -308,7 +332,7 @@ class StorageCost:
     """Why the task cannot be stored so, if it cannot."""
 
 
-class StorageCosts(list[StorageCost]):
+class StorageCosts(InNotebooks, list[StorageCost]):
     """All ways to store a task, side by side. Print it."""
 
     def __str__(self) -> str:

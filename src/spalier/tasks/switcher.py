@@ -16,7 +16,8 @@ from spalier.errors import TaskFileError
 from spalier.tasks.base import Base
 from spalier.tasks.build import Pool, build, bytes_beside
 from spalier.tasks.store import Store
-from spalier.text import check_integer
+from spalier.tasks.task import TaskInfo
+from spalier.text import InNotebooks, check_integer, table
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,14 @@ class ReadyNetwork:
 
     name: str
     net: nn.Module
+    info: TaskInfo
     bytes: int
     stamp: tuple[int, int, int]
+    digest: str = ""
+    """The SHA-256 of the file; empty where the switcher was not asked to note it."""
 
 
-class Switcher:
+class Switcher(InNotebooks):
     """Serves the tasks of a store from one base.
 
     Networks are built when they are first asked for and kept, the ones used last first, under a limit of bytes. Any
@@ -43,6 +47,7 @@ class Switcher:
             one is always kept. None for no limit. The memory of a network that was dropped may be kept to build the
             next one in.
         fold: fold batch norms, as in `Task.build`.
+        digests: note the SHA-256 of each file that is read.
     """
 
     def __init__(
@@ -52,10 +57,11 @@ class Switcher:
         *,
         limit: int | None = None,
         fold: bool = False,
+        digests: bool = False,
     ) -> None:
         self.store = store if isinstance(store, Store) else Store(store)
         self.limit = None if limit is None else check_integer("limit", limit)
-        self._fold = fold
+        self._fold, self._digests = fold, digests
         self._base = Base(base)
         self._ready: OrderedDict[str, ReadyNetwork] = OrderedDict()
         self._building: dict[str, Future[ReadyNetwork]] = {}
@@ -63,6 +69,25 @@ class Switcher:
         self._paths: dict[str, str] = {}  # making a path costs more than the rest of a warm activation
         self._pool = Pool()
         self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        active = self.active
+        now = "none active" if active is None else f"{active!r} active"
+        ready = f"{len(self.ready)} of {len(self.store)} tasks ready in {self.bytes:,} bytes"
+        return f"Switcher({type(self._base.net).__name__}, {ready}, {now})"
+
+    def __str__(self) -> str:
+        with self._lock:
+            sizes = {name: entry.bytes for name, entry in self._ready.items()}
+        rows = [
+            [
+                name,
+                "active" if name == self.active else "ready" if name in sizes else "on disk",
+                f"{sizes.get(name, 0):,}",
+            ]
+            for name in self.store
+        ]
+        return f"{self!r}\n{table(['task', 'state', 'bytes beside the base'], rows)}" if rows else repr(self)
 
     @property
     def active(self) -> str | None:
@@ -84,11 +109,25 @@ class Switcher:
 
     def activate(self, name: str) -> nn.Module:
         """Make a task the active one; its network, which stays usable whatever is activated later."""
-        return self._network(name, activate=True)
+        return self._network(name, activate=True).net
 
     def network(self, name: str) -> nn.Module:
         """The network of a task, without making it the active one."""
+        return self._network(name, activate=False).net
+
+    def fetch(self, name: str) -> ReadyNetwork:
+        """The network of a task with what its file says, built where it has to be; it is not made the active one."""
         return self._network(name, activate=False)
+
+    def look(self, name: str) -> ReadyNetwork | None:
+        """The same where it is ready, and its file has not changed; None where it would have to be built."""
+        stamp = self._stamp(name)
+        with self._lock:
+            found = self._ready.get(name)
+            if found is None or found.stamp != stamp:
+                return None
+            self._ready.move_to_end(name)
+            return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the active network."""
@@ -97,7 +136,7 @@ class Switcher:
             raise TaskFileError("missing", "no task is active; call activate(name) first")
         return active.net(*args, **kwargs)
 
-    def _network(self, name: str, *, activate: bool) -> nn.Module:
+    def _network(self, name: str, *, activate: bool) -> ReadyNetwork:
         stamp = self._stamp(name)
         found = self._find_or_build(name, stamp)
         while found.stamp != stamp:  # the file was replaced while another thread built the one before
@@ -110,7 +149,7 @@ class Switcher:
         if dropped:
             dropped.clear()  # outside of the lock, as networks take a while to go
             self._pool.trim()
-        return found.net
+        return found
 
     def _find_or_build(self, name: str, stamp: tuple[int, int, int]) -> ReadyNetwork:
         with self._lock:
@@ -125,9 +164,9 @@ class Switcher:
         if waiting is not None:  # another thread builds it already
             return waiting.result()
         try:
-            task = self.store.load(name)
+            task, digest = self.store.read(name) if self._digests else (self.store.load(name), "")
             net = build(task, self._base, fold=self._fold, share=True, pool=self._pool)
-            made = ReadyNetwork(name, net, bytes_beside(task, self._base), stamp)
+            made = ReadyNetwork(name, net, task.info, bytes_beside(task, self._base), stamp, digest)
         except BaseException as error:
             with self._lock:
                 del self._building[name]

@@ -11,13 +11,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from spalier.adapters.calls import Calls
 from spalier.adapters.codes import LEVELS
 from spalier.errors import TaskFileError
 from spalier.tasks.format import VERSION, check_text, deflate, dump_json, inflate, parse_json, quoted, words
@@ -43,6 +44,8 @@ MAX_REMEMBERED = 1 << 18
 MAX_SIZE = 1 << 40
 MAX_INDICES = 1 << 22
 """How many indices all patterns of a table may be for, so that a short one cannot take much memory."""
+MAX_CALLS = 64
+"""How many views and scales of one module a task may set right."""
 MAX_INTEGERS = 1 << 16
 """How many integers of its own a task may have."""
 
@@ -72,6 +75,8 @@ class Table:
     """Modules of which the task has its own, whatever the base has there."""
     folds: tuple[tuple[str, str], ...]
     """Layers and the batch norms that alone take their outputs."""
+    calls: dict[str, Calls] = field(default_factory=dict)
+    """By module: views and scales that its code gets wrong, and what is right."""
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -154,6 +159,8 @@ class Table:
                 "attributes": self.attributes,
                 "heads": self.heads,
                 "folds": self.folds,
+                # few networks have any, and those that do not can be read by earlier versions
+                **({"calls": self.calls} if self.calls else {}),
             }
         ).encode("utf-8")
         if len(text) > MAX_TABLE:
@@ -234,7 +241,7 @@ class _Parser:
     def table(self) -> Table:
         fields = {"streams", "writers", "rows", "attributes", "heads", "folds"}
         fields |= {"axes"} if self.version > 1 else set()
-        if not isinstance(self.data, dict) or set(self.data) != fields:
+        if not isinstance(self.data, dict) or self.data.keys() - {"calls"} != fields:
             raise _wrong(f"the layer table has other fields than {', '.join(sorted(fields))}")
         streams = tuple((self._text(name), self._size(units)) for name, units in self._lists("streams", 2))
         self._check_unique("stream", [name for name, _ in streams])
@@ -253,7 +260,7 @@ class _Parser:
         heads = tuple(self._text(path) for path in self._list(self.data["heads"]))
         self._check_unique("head", list(heads))
         self._check_unique("norm to fold", [norm for _, norm in folds])
-        return Table(streams, writers, rows, self._attributes(), heads, folds)
+        return Table(streams, writers, rows, self._attributes(), heads, folds, self._calls())
 
     def _row(self, path: Any, keys: Any, shape: Any, axes: Any, source: Any) -> Row:
         where = self._text(path)
@@ -388,6 +395,29 @@ class _Parser:
             }
             for path, values in attributes.items()
         }
+
+    def _calls(self) -> dict[str, Calls]:
+        calls = self.data.get("calls", {})
+        if not isinstance(calls, dict) or ("calls" in self.data and not calls):
+            raise _wrong("the calls are no lists of views and scales by module")
+        found = {}
+        for path, entry in calls.items():
+            if len(self._list(entry)) != 2 or sum(len(self._list(part)) for part in entry) > MAX_CALLS:
+                raise _wrong(f"the calls of {quoted(path)} are no views and scales, or more than {MAX_CALLS}")
+            views, scales = entry
+            found[self._text(path)] = Calls(tuple(map(self._view, views)), tuple(map(self._scale, scales)))
+        return found
+
+    def _view(self, entry: Any) -> tuple[int, int, int, int, int]:
+        if len(self._list(entry)) != 5:
+            raise _wrong(f"a view has {len(entry)} numbers, expected 5")
+        before, after = (self._number(n, 0, 16) for n in entry[:2])
+        return before, after, self._number(entry[2], 0, after), self._number(entry[3], 1, after), self._size(entry[4])
+
+    def _scale(self, entry: Any) -> tuple[int, float]:
+        if len(self._list(entry)) != 2 or type(entry[1]) is not float or not 0 < abs(entry[1]) < math.inf:
+            raise _wrong(f"{quoted(entry)} stands where a number of axes and a scale are expected")
+        return self._number(entry[0], 0, 16), entry[1]
 
     # kinds of values
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from spalier import __version__, files
-from spalier.adapters.codes import are_codes, pack, unpack
+from spalier.adapters.codes import are_codes, unpack
 from spalier.adapters.kinds import Stored
 from spalier.errors import ConfigError, TaskFileError
 from spalier.tasks.dry_run import check_inputs
@@ -28,22 +28,32 @@ from spalier.tasks.format import (
     MAX_BYTES,
     SUFFIX,
     VERSION,
+    Density,
+    Fingerprint,
+    check_field,
     check_name,
     check_plain,
     check_text,
+    density_of,
+    fingerprint_of,
     is_sizes,
+    known_version,
     largest,
     pack_container,
+    plain,
+    plain_dict,
     quoted,
+    share_text,
     unpack_container,
 )
 from spalier.tasks.numbers import (
-    BYTE_LEVELS,
     as_numbers,
     assembled,
+    bytes_of_version_1,
     cast,
     cast_scales,
     deflated,
+    expanded,
     in_bytes,
     inflated,
     scales_in_bytes,
@@ -53,9 +63,11 @@ from spalier.tasks.numbers import (
 )
 from spalier.tasks.rows import Cut, Delta, Mask, Matrices, Row
 from spalier.tasks.table import Table, Writer
-from spalier.text import check_integer
+from spalier.text import InNotebooks, check_integer
 
 if TYPE_CHECKING:
+    from spalier.adapters.kinds import Adapter, ByLayer
+    from spalier.refitting import Refitted
     from spalier.structure.structure import Structure
     from spalier.tasks.store import StorageCosts
 
@@ -72,27 +84,7 @@ _NEEDED = {"name", "adapter", "base", "density", "learned", "storage"}
 
 
 @dataclass(frozen=True)
-class Fingerprint:
-    """Which base a task was learned on: two digests, as `spalier.tasks.base` makes them."""
-
-    architecture: str
-    values: str
-
-
-@dataclass(frozen=True)
-class Density:
-    """How much of the base is left, three ways: (kept, of), or None where it is not known."""
-
-    channels: tuple[int, int] | None
-    """Output channels of the layers that write streams."""
-    weights: tuple[int, int] | None
-    """Parameters of the network."""
-    macs: tuple[int, int] | None
-    """Multiply-accumulates of one sample."""
-
-
-@dataclass(frozen=True)
-class TaskInfo:
+class TaskInfo(InNotebooks):
     """What a task says of itself. Print it."""
 
     # in the order in which files have them
@@ -114,12 +106,12 @@ class TaskInfo:
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        _check("adapter", isinstance(self.adapter.get("kind"), str), "a dict with a kind")
-        _check("learned", is_sizes([self.learned], 1), "a number")
-        _check("storage", self.storage in STORAGES, f"one of {', '.join(STORAGES)}")
+        check_field("adapter", isinstance(self.adapter.get("kind"), str), "a dict with a kind")
+        check_field("learned", is_sizes([self.learned], 1), "a number")
+        check_field("storage", self.storage in STORAGES, f"one of {', '.join(STORAGES)}")
         numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in self.metrics.values())
-        _check("metrics", numbers, "a dict of numbers")
-        _check("classes", all(isinstance(c, str) for c in self.classes), "a list of names")
+        check_field("metrics", numbers, "a dict of numbers")
+        check_field("classes", all(isinstance(c, str) for c in self.classes), "a list of names")
         check_text("licence", self.licence)
         for name in ("adapter", "metrics", "classes", "preprocessing", "provenance", "inputs"):
             check_plain(name, getattr(self, name))
@@ -143,11 +135,11 @@ class TaskInfo:
             "learned": int,
             "classes": list,
         }
-        _check("description", set(rest) >= _NEEDED, f"the fields {', '.join(sorted(_NEEDED))}")
+        check_field("description", set(rest) >= _NEEDED, f"the fields {', '.join(sorted(_NEEDED))}")
         for key, value in rest.items():
-            _check("description", key in kinds, f"no {quoted(key)}")
-            _check(key, type(value) is kinds[key], f"a {kinds[key].__name__}")
-        rest["base"], rest["density"] = _fingerprint(rest["base"]), _density(rest["density"])
+            check_field("description", key in kinds, f"no {quoted(key)}")
+            check_field(key, type(value) is kinds[key], f"a {kinds[key].__name__}")
+        rest["base"], rest["density"] = fingerprint_of(rest["base"]), density_of(rest["density"])
         return TaskInfo(**{**rest, "classes": tuple(rest.get("classes", ()))})
 
     def __str__(self) -> str:
@@ -169,47 +161,8 @@ class TaskInfo:
         return "\n".join(f"{key:{width}}  {value}" for key, value in lines)
 
 
-def share_text(pair: tuple[int, int] | None) -> str:
-    """How much is kept, in words.
-
-    >>> share_text((1, 4))
-    '1 of 4 (25.0%)'
-    """
-    return "not known" if pair is None else f"{pair[0]:,} of {pair[1]:,} ({pair[0] / pair[1]:.1%})"
-
-
-def _fingerprint(data: dict[str, Any]) -> Fingerprint:
-    are_digests = all(isinstance(v, str) and len(v) == 64 and set(v) <= set("0123456789abcdef") for v in data.values())
-    _check("base", set(data) == {"architecture", "values"} and are_digests, "two SHA-256 digests")
-    return Fingerprint(**data)
-
-
-def _density(data: dict[str, Any]) -> Density:
-    names = [f.name for f in fields(Density)]
-    _check("density", set(data) <= set(names), f"only {', '.join(names)}")
-    for pair in data.values():
-        _check("density", is_sizes(pair, 2) and pair[0] <= pair[1] > 0, "pairs of kept and of")
-    return Density(**{name: tuple(data[name]) if name in data else None for name in names})
-
-
-def _version(found: object) -> int:
-    """The format of a file, if it is one that can be read."""
-    if type(found) is not int or not 1 <= found <= VERSION:
-        raise TaskFileError(
-            "version",
-            f"the file has format {quoted(found)}, expected 1 to {VERSION}: it was written by another version of "
-            "Spalier; update this one",
-        )
-    return found
-
-
-def _check(field: str, holds: bool, expected: str) -> None:
-    if not holds:
-        raise TaskFileError("metadata", f"the description's {field} is not what it has to be: expected {expected}")
-
-
 @dataclass(frozen=True, eq=False, repr=False)
-class Task:
+class Task(InNotebooks):
     """Which channels a task keeps of its base, and what it has learned.
 
     >>> from spalier import SPLoRA, attach_, models
@@ -239,6 +192,8 @@ class Task:
     """Norms with their statistics, biases, the head: all that is the task's own, as numbers in every storage."""
     integers: tuple[int, ...] = ()
     """Integers of the task's own: how many batches a norm has seen."""
+    refitted: Refitted | None = None
+    """What each layer has lost, where `from_checkpoint` has just made the task; no file has it. Print it."""
 
     @staticmethod
     def of(
@@ -271,13 +226,81 @@ class Task:
             raise TaskFileError("metadata", f"classes is the text {classes!a}, expected a list of names")
         versions = {"spalier": __version__, "torch": torch.__version__.partition("+")[0]}
         said = {
-            "metrics": _plain_dict("metrics", metrics),
-            "classes": tuple(_plain(list(classes))),
-            "preprocessing": _plain_dict("preprocessing", preprocessing),
+            "metrics": plain_dict("metrics", metrics),
+            "classes": tuple(plain(list(classes))),
+            "preprocessing": plain_dict("preprocessing", preprocessing),
             "licence": licence or "",
-            "provenance": versions | _plain_dict("provenance", provenance),
+            "provenance": versions | plain_dict("provenance", provenance),
         }
         return extract(net, structure, name, said)
+
+    @staticmethod
+    def from_checkpoint(
+        base: nn.Module,
+        finetuned: nn.Module | Mapping[str, Tensor] | str | os.PathLike[str],
+        *,
+        name: str = "checkpoint",
+        bytes: int | None = None,
+        adapter: Adapter | ByLayer | None = None,
+        batches: Iterable[Any] | None = None,
+        head: str | Sequence[str] | None = None,
+        example: Any = None,
+        storage: Storage = "int8-all",
+        **said: Any,
+    ) -> Task:
+        """What a fine-tuned network has learned beyond its base, in few bytes; both are only read.
+
+        ``print(task.refitted)`` shows the error of each layer, ``task.info.metrics`` what was measured on batches.
+
+        Args:
+            base: the network that was fine-tuned, as it was before; its head may have other classes.
+            finetuned: the network now: a module, a state_dict, or a file (safetensors, or .pth of tensors alone).
+            name: of the task.
+            bytes: how many the file may have; by default a bit for each weight, and what norms and head take.
+            adapter: instead of bytes, one form for all layers, such as ``SPLoRA(rank=8)`` or ``SPDelta(bits=1)``.
+            batches: of inputs and class numbers. Each layer is then fit to its own inputs, and accuracy (or the loss
+                that the network returns) is measured before and after.
+            head: the modules that may have other classes; by default the classifier.
+            example: an input, as for `trace`, to prune further.
+            storage: how the task is stored, and what ``bytes`` are counted for.
+            said: what else `Task.of` takes: ``classes``, ``preprocessing``, ``licence``, ``provenance``, ``metrics``.
+
+        >>> base = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+        >>> tuned = {key: value + 0.01 * torch.randn_like(value) for key, value in base.state_dict().items()}
+        >>> task = Task.from_checkpoint(base, tuned, bytes=2000)
+        >>> len(task.to_bytes()) <= 2000
+        True
+        """
+        from spalier.refitting.finetuned import from_checkpoint
+
+        options: dict[str, Any] = {"name": name, "bytes": bytes, "adapter": adapter, "batches": batches, "head": head}
+        return from_checkpoint(base, finetuned, **options, example=example, storage=storage, said=said)
+
+    @staticmethod
+    def from_peft(
+        folder: str | os.PathLike[str], base: nn.Module, *, name: str = "lora", example: Any = None, **said: Any
+    ) -> Task:
+        """A LoRA that PEFT's ``save_pretrained`` has written, as it is; neither PEFT nor pickles are needed.
+
+        Args:
+            folder: has adapter_config.json and adapter_model.safetensors.
+            base: the network that it was learned on; it is only read.
+            name: of the task.
+            example: an input, as for `trace`, to prune further.
+            said: what else `Task.of` takes: ``classes``, ``metrics``, ``licence``.
+        """
+        from spalier.refitting.peft import from_peft
+
+        return from_peft(folder, base, name=name, example=example, said=said)
+
+    def to_peft(self, folder: str | os.PathLike[str], base: nn.Module | None = None) -> None:
+        """Write an unpruned low-rank task as a folder that PEFT's ``PeftModel.from_pretrained`` loads.
+
+        Embeddings and Hugging Face's Conv1D need the base, to be told apart.
+        """
+        from spalier.refitting.peft import to_peft
+
+        to_peft(self, folder, base)
 
     @property
     def name(self) -> str:
@@ -286,6 +309,9 @@ class Task:
 
     def __repr__(self) -> str:
         return f"Task({self.name!r}, {self.info.learned:,} learned, stored as {self.info.storage})"
+
+    def __str__(self) -> str:
+        return str(self.info)
 
     def build(self, base: nn.Module, *, fold: bool = False, share: bool = False) -> nn.Module:
         """A plain, small, dense network in eval mode: the base cut down, the adapters added. The base is only read.
@@ -492,7 +518,7 @@ class Task:
 
 def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
     """A task of what a file holds, where all of it fits together."""
-    version = _version(description.get("format"))
+    version = known_version(description.get("format"))
     length, pairs = description.pop("table", None), description.pop("integers", [])
     length_of_codes = description.pop("codes", None) if version > 1 else None
     info = TaskInfo.from_dict(description)
@@ -502,7 +528,7 @@ def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
     table = Table.from_bytes(tensors["table"].numpy().tobytes(), length, version)
     masks = table.unpack(tensors["masks"].numpy())
     empty, no_bytes = torch.empty(0, device="cpu"), torch.empty(0, dtype=torch.uint8, device="cpu")
-    numbers = {
+    numbers: dict[str, Any] = {
         "adapters": tensors["adapters"],
         "codes": tensors.get("codes", no_bytes),
         "scales": tensors.get("scales", empty),
@@ -520,8 +546,8 @@ def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
         numbers["scales"] = scales_of_bytes(numbers["scales"])
     if version == 1 and info.storage == "int8":
         table = table.in_bytes
-        numbers |= {"adapters": empty, "codes": _bytes_of_version_1(tensors["adapters"])}
-    task = Task(info, table, masks, **numbers, values=tensors["values"], integers=_expanded(pairs, table.integers))
+        numbers |= {"adapters": empty, "codes": bytes_of_version_1(tensors["adapters"])}
+    task = Task(info, table, masks, **numbers, values=tensors["values"], integers=expanded(pairs, table.integers))
     read: dict[str, Any] = {}
     if length_of_codes is not None:
         read["codes"] = inflated(task.codes, length_of_codes, task._bytes_of_codes)
@@ -545,23 +571,6 @@ def _check_version_1(info: TaskInfo, tensors: Mapping[str, Tensor]) -> None:
         raise TaskFileError("metadata", f"the storage is said to be {info.storage}, and is not")
 
 
-def _bytes_of_version_1(numbers: Tensor) -> Tensor:
-    """8-bit integers as codes of 255 levels: one in a byte, so whatever matrices they are of."""
-    return torch.from_numpy(pack(numbers.numpy(), BYTE_LEVELS))
-
-
-def _expanded(found: Any, count: int) -> tuple[int, ...]:
-    """Integers from pairs of a number and how often it comes, as many as the table has places for."""
-    pairs: list[Any] = found if isinstance(found, list) else [None]
-    for pair in pairs:
-        fits = isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair)
-        if not fits or not -(2**63) <= pair[0] < 2**63 or not 0 < pair[1] <= count:
-            raise TaskFileError("metadata", "the description's integers are no pairs of a number and its times")
-    if sum(times for _, times in pairs) != count:
-        raise TaskFileError("sizes", f"the description's integers are not the {count} that the table has")
-    return tuple(number for number, times in pairs for _ in range(times))
-
-
 def own_tensors(task: Task, source: Literal["values", "integers"], flat: Tensor) -> Iterator[Tensor]:
     """A task's own tensors of one source, in the order of the table, as views of all their numbers."""
     shapes = [cut.shape for row, cut in task.cut_rows if row.source == source for _ in row.keys]
@@ -569,23 +578,6 @@ def own_tensors(task: Task, source: Literal["values", "integers"], flat: Tensor)
         return iter(flat.unbind())
     parts = flat.split([math.prod(shape) for shape in shapes])
     return iter([p if len(s) == 1 else p.view(s) for p, s in zip(parts, shapes, strict=True)])
-
-
-def _plain_dict(what: str, value: object) -> dict[str, Any]:
-    if value is not None and not isinstance(value, Mapping):
-        raise TaskFileError("metadata", f"{what} is a {type(value).__name__}, expected a dict")
-    return {key: _plain(inner) for key, inner in (value or {}).items()}
-
-
-def _plain(value: Any) -> Any:
-    """Plain data: scalars of numpy and PyTorch become numbers, paths text."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, Path):
-        return str(value)
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def _path(path: object) -> Path:

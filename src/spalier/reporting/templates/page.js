@@ -198,7 +198,7 @@
   }
 
   document.addEventListener("click", (event) => {
-    const point = event.target instanceof Element ? event.target.closest(".point[data-task]") : null;
+    const point = event.target instanceof Element ? event.target.closest("[data-task]") : null;
     if (!point) return;
     stop();
     state.from = point;

@@ -1,0 +1,376 @@
+"""Texts on a frozen MiniLM: fine-tuning, fine-pruning, PEFT's LoRA, SPLoRA, and fine-pruning within a budget of bytes.
+
+SST-2, TREC and Banking77 at 100, 50 and 30% of the MACs. What is measured: test accuracy, bytes of the task's file,
+processor seconds of training, and the latency of one text of 32 and of 128 tokens, eager and in onnxruntime. Every
+figure is a JSON file of its own, so that a run that was stopped goes on where it was. Runs are Spalier's own; LoRA is
+PEFT's, on the same batches.
+
+    python benchmarks/text.py run --data trec --seeds 0
+    python benchmarks/text.py status
+    python benchmarks/text.py page
+
+Data and weights are in ../shared, or where SPALIER_DATA and SPALIER_WEIGHTS say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+ROOT = Path(os.environ.get("SPALIER_ROOT", Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(ROOT / "tools")]
+
+import torchvision_ops  # noqa: E402
+
+import spalier as sp  # noqa: E402
+from spalier.benching import Benchmark  # noqa: E402
+from spalier.data import Data, Loader, open_data  # noqa: E402
+from spalier.inputs import call, tokens  # noqa: E402
+from spalier.networks import logits_of, open_network  # noqa: E402
+from spalier.runs.learning import lr_factor  # noqa: E402
+
+torchvision_ops.declare()  # transformers and peft look for torchvision as they are imported
+DATA = Path(os.environ.get("SPALIER_DATA", ROOT.parent / "shared" / "data"))
+WEIGHTS = Path(os.environ.get("SPALIER_WEIGHTS", ROOT.parent / "shared" / "weights"))
+RESULTS = ROOT / "benchmarks" / "results" / "text"
+WORK = Path(__file__).parent / "work"
+PAGE = ROOT / "docs" / "text.md"
+DENSITIES = (1.0, 0.5, 0.3)
+BUDGET = 900_000
+"""Bytes of a task file: a hundredth of the base in float32, a fiftieth of its published file in 16 bits."""
+LENGTHS = (32, 128)
+RANK, LORA_RATE = 8, 1e-3
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A data set, and for how many epochs everything learns on it."""
+
+    name: str
+    title: str
+    epochs: int
+    """Before the first prune."""
+    per_prune: int
+    refit: int = 1
+
+
+SPECS = {
+    spec.name: spec
+    for spec in (
+        Spec("trec", "TREC, 6 kinds of questions", epochs=2, per_prune=1),
+        Spec("sst2", "SST-2, 2 sentiments", epochs=2, per_prune=1),
+        Spec("banking77", "Banking77, 77 intents", epochs=4, per_prune=2),
+    )
+}
+TITLES = {
+    "fine-pruning": "fine-tuning, fine-pruning",
+    "bytes": f"the same, written within {BUDGET:,} bytes",
+    "splora": f"SPLoRA, rank {RANK}",
+    "lora": f"LoRA by PEFT, rank {RANK}",
+}
+"""At 100% nothing is pruned: fine-pruning is fine-tuning there, and LoRA is there alone."""
+
+
+def network() -> str:
+    return f"hf:{WEIGHTS / 'minilm-l6-v2'}"
+
+
+def settings(spec: Spec, seed: int, **more: Any) -> sp.TransferPruning:
+    shared = {"data": f"text:{DATA / 'text' / spec.name}", "network": network(), "seed": seed, "trackers": ()}
+    shared |= {"checkpoint_seconds": 600.0}  # each takes as long as many steps
+    epochs = {"epochs": spec.epochs, "epochs_per_prune": spec.per_prune, "refit_epochs": spec.refit}
+    return sp.TransferPruning(**{**shared, **epochs, "densities": DENSITIES[1:], "score_samples": 256, **more})
+
+
+# cells
+
+
+def cell(spec: Spec, density: float, method: str, seed: int) -> Path:
+    return RESULTS / f"{spec.name}-{100 * density:g}-{method}-seed{seed}.json"
+
+
+def write(spec: Spec, density: float, method: str, seed: int, found: dict[str, Any]) -> None:
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    said = {"data": spec.name, "density": density, "method": method, "seed": seed}
+    cell(spec, density, method, seed).write_text(json.dumps({**said, **found}, indent=1) + "\n")
+    print(spec.name, density, method, seed, json.dumps(found), flush=True)
+
+
+class Timed(sp.runs.Engine):
+    """An engine whose rows say how many processor seconds the run has taken; wall clocks lie on a busy machine.
+
+    A run that was stopped counts on from its last row: what it had done since then is not in the figures.
+    """
+
+    def run(self, progress: bool) -> list[dict[str, Any]]:
+        self.began = time.process_time()
+        self.earlier: float | None = None
+        return super().run(progress)
+
+    def make_row(self) -> dict[str, Any]:
+        if self.earlier is None:  # rows that another process has made
+            self.earlier = self.rows[-1]["cpu_seconds"] if self.rows else 0.0
+        return {**super().make_row(), "cpu_seconds": round(self.earlier + time.process_time() - self.began, 1)}
+
+
+def folder_of(spec: Spec, method: str, seed: int) -> Path:
+    return WORK / "text" / f"{spec.name}-{method}-seed{seed}"
+
+
+def pruned(spec: Spec, method: str, seed: int) -> None:
+    """A run at all densities: fine-pruning, whose first block is fine-tuning, or SPLoRA."""
+    if all(cell(spec, density, method, seed).exists() for density in DENSITIES):
+        return
+    run = settings(spec, seed, method=method, rank=RANK)
+    try:
+        run.run(folder_of(spec, method, seed), engine=Timed, progress=False)
+    finally:  # what is done is done, also where the rest was stopped
+        write_rows(spec, method, seed, run.lr)
+
+
+def write_rows(spec: Spec, method: str, seed: int, lr: float) -> None:
+    """A cell for each density that a run has come to."""
+    lines = (folder_of(spec, method, seed) / "metrics.jsonl").read_text().splitlines()
+    for row in (found for found in map(json.loads, lines) if found["kind"] == "block"):
+        keep = ("test", "validation", "bytes", "learned", "macs", "weights", "epochs")
+        found = {name: row[name] for name in keep} | {"seconds": row["cpu_seconds"], "lr": lr}
+        write(spec, DENSITIES[row["block"]], method, seed, found)
+
+
+def task_file(spec: Spec, method: str, seed: int, density: float) -> Path:
+    name = f"{spec.name}-{100 * density:g}" if method != "bytes" else f"{spec.name}-start"
+    folder = folder_of(spec, method if method != "bytes" else f"bytes-{100 * density:g}", seed)
+    return folder / "tasks" / f"{name}.task.safetensors"
+
+
+def within_bytes(spec: Spec, seed: int, density: float) -> None:
+    """What fine-pruning has learned, written within a budget of bytes; it learns on with that as its teacher."""
+    if cell(spec, density, "bytes", seed).exists():
+        return
+    start = task_file(spec, "fine-pruning", seed, density)
+    run = settings(spec, seed, codes=(f"bytes-{BUDGET}",), start_task=str(start), densities=())
+    row = run.run(folder_of(spec, f"bytes-{100 * density:g}", seed), engine=Timed, progress=False).rows[-1]
+    keep = ("test", "validation", "bytes", "learned", "macs", "weights")
+    spent = {"seconds": row["cpu_seconds"], "lr": run.refit_lr, "epochs": spec.refit}
+    write(spec, density, "bytes", seed, {**{name: row[name] for name in keep}, **spent})
+
+
+def lora(spec: Spec, seed: int) -> None:
+    """PEFT's LoRA on all linear layers, unpruned: the same batches, rate, warm-up and number of epochs."""
+    if cell(spec, 1.0, "lora", seed).exists():
+        return
+    import peft
+
+    start = time.process_time()
+    data = opened(spec, seed)
+    config = peft.LoraConfig(
+        task_type="SEQ_CLS", r=RANK, lora_alpha=RANK, target_modules="all-linear", modules_to_save=["classifier"]
+    )
+    torch.manual_seed(seed)
+    net = peft.get_peft_model(open_network(network(), classes=len(data.classes), seed=seed), config)
+    learn_(net, Loader(data.train, 32, seed), spec.epochs)
+    with tempfile.TemporaryDirectory() as folder:
+        net.save_pretrained(folder)
+        size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    learned = sum(p.numel() for p in net.parameters() if p.requires_grad)
+    found = {"test": accuracy(net, data.test), "validation": accuracy(net, data.validation), "bytes": size}
+    spent = {"seconds": round(time.process_time() - start, 1), "lr": LORA_RATE, "epochs": spec.epochs}
+    write(spec, 1.0, "lora", seed, {**found, "learned": learned, "macs": 1.0, "weights": 1.0, **spent})
+
+
+def opened(spec: Spec, seed: int) -> Data:
+    return open_data(f"text:{DATA / 'text' / spec.name}", tokenizer=network(), seed=seed)
+
+
+def learn_(net: nn.Module, loader: Loader, epochs: int) -> None:
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=LORA_RATE, weight_decay=0.01)
+    steps = epochs * len(loader)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_factor("cosine", step, steps, 0.2 * len(loader))
+    )
+    net.train()
+    for epoch in range(epochs):
+        for inputs, labels in loader.epoch(epoch):
+            optimizer.zero_grad()
+            F.cross_entropy(logits_of(call(net, inputs)), labels).backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            schedule.step()
+    net.eval()
+
+
+@torch.inference_mode()
+def accuracy(net: nn.Module, split: Any) -> float:
+    right = 0
+    for inputs, labels in Loader(split, 64, shuffle=False, drop_last=False).epoch(0):
+        right += int((logits_of(call(net, inputs)).argmax(1) == labels).sum())
+    return right / len(split)
+
+
+def latency(spec: Spec, seed: int) -> None:
+    """One text in the base, and in the fine-pruned network of each density; in turns, processor seconds, one thread."""
+    file = RESULTS / f"{spec.name}-latency-seed{seed}.json"
+    tasks = {f"{100 * d:g}": sp.Task.load(task_file(spec, "fine-pruning", seed, d)) for d in DENSITIES[1:]}
+    if file.exists():
+        return
+    net = open_network(network(), seed=seed)
+    found = {}
+    for length in LENGTHS:
+        options: dict[str, Any] = {"batches": (1,), "backends": ("eager", "onnxruntime"), "rounds": 15, "threads": 1}
+        seen = sp.bench(net, tasks, tokens(1, length), clock=time.process_time, **options)
+        found[str(length)] = {name: latencies(seen, name) for name in ("base", *tasks)}
+    file.write_text(json.dumps({"data": spec.name, "seed": seed, "ms": found}, indent=1) + "\n")
+
+
+def latencies(seen: Benchmark, name: str) -> dict[str, Any]:
+    """Milliseconds by backend, and the speed-up over the base with its interval."""
+    said: dict[str, Any] = {}
+    for backend in ("eager", "onnxruntime"):
+        timing = seen.timing(name, backend, 1)
+        said[backend] = {"ms": round(1e3 * timing.latency, 3)} if timing.seconds else {"failed": timing.problem}
+        if name != "base" and timing.seconds:
+            against = seen.comparison(name, backend, 1)
+            said[backend] |= {"faster": against.speedup, "low": against.low, "high": against.high}
+    return said
+
+
+def jobs(spec: Spec, seed: int) -> dict[str, Callable[[], None]]:
+    """The half comes first: what is to be reached is said of it."""
+    budgets = {f"bytes-{100 * d:g}": partial(within_bytes, spec, seed, d) for d in (0.3, 1.0)}
+    return {
+        "fine-pruning": lambda: pruned(spec, "fine-pruning", seed),
+        "latency": lambda: latency(spec, seed),
+        "bytes-50": lambda: within_bytes(spec, seed, 0.5),
+        "splora": lambda: pruned(spec, "splora", seed),
+        "lora": lambda: lora(spec, seed),
+        **budgets,
+    }
+
+
+# the page
+
+
+def collected() -> dict[tuple[str, float, str], list[dict[str, Any]]]:
+    found: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
+    for file in sorted(RESULTS.glob("*-seed*.json")):
+        read = json.loads(file.read_text())
+        if "method" in read:
+            found.setdefault((read["data"], read["density"], read["method"]), []).append(read)
+    return found
+
+
+def wanted() -> Iterator[tuple[str, float, str]]:
+    for name in SPECS:
+        for density in DENSITIES:
+            yield from ((name, density, method) for method in TITLES if method != "lora" or density == 1)
+
+
+def status() -> list[str]:
+    found = collected()
+    return [f"{name} {density:.0%} {m}: {len(found.get((name, density, m), []))} of 3" for name, density, m in wanted()]
+
+
+def mean(values: list[float], digits: int = 1) -> str:
+    spread = f" ± {statistics.stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}"
+
+
+def table_of(spec: Spec) -> list[str]:
+    """Accuracy, bytes and seconds of every method; a dash where nothing was measured."""
+    lines = ["| method | MACs | accuracy, % | bytes | seconds | seeds |", "|---|---|---|---|---|---|"]
+    found = collected()
+    for name, density, method in wanted():
+        cells = found.get((name, density, method), [])
+        if name != spec.name or not cells:
+            continue
+        right = mean([100 * each["test"] for each in cells])
+        size = f"{round(statistics.mean(each['bytes'] for each in cells)):,}"
+        spent = mean([each["seconds"] for each in cells], 0)
+        lines.append(f"| {TITLES[method]} | {density:.0%} | {right} | {size} | {spent} | {len(cells)} |")
+    return lines if len(lines) > 2 else ["Nothing has been measured yet."]
+
+
+def latency_table() -> list[str]:
+    lines = ["| data | network | tokens | eager, ms | onnxruntime, ms |", "|---|---|---|---|---|"]
+    for file in sorted(RESULTS.glob("*-latency-*.json")):
+        read = json.loads(file.read_text())
+        for length, nets in read["ms"].items():
+            for name, by_backend in nets.items():
+                shown = [timing_words(by_backend[backend]) for backend in ("eager", "onnxruntime")]
+                title = "the base" if name == "base" else f"{name}% of the MACs"
+                lines.append(f"| {SPECS[read['data']].title} | {title} | {length} | {' | '.join(shown)} |")
+    return lines if len(lines) > 2 else ["Nothing has been measured yet."]
+
+
+def timing_words(said: dict[str, Any]) -> str:
+    if "ms" not in said:
+        return "failed"
+    faster = f" ({said['faster']:.2f}x; {said['low']:.2f} to {said['high']:.2f})" if "faster" in said else ""
+    return f"{said['ms']:.2f}{faster}"
+
+
+def page() -> str:
+    missing = [line for line in status() if not line.endswith("3 of 3")]
+    lines = [
+        *("# Texts, measured", ""),
+        "`python benchmarks/text.py page` writes this page from `benchmarks/results/text`. The base is",
+        "all-MiniLM-L6-v2: 6 layers, 22.7 M parameters, 90.9 MB in float32. Its embeddings stay frozen in all",
+        "rows. Accuracy is that of the test split, of the network that is built from the task file; ± is the",
+        "standard error over seeds. Seconds are processor seconds of one thread from the start of the run to",
+        "that row; those within a budget of bytes come on top of fine-pruning's. The schedules are short: two",
+        "epochs before the first prune and one after each (Banking77: four and two).",
+        "",
+        *(line for spec in SPECS.values() for line in (f"## {spec.title}", "", *table_of(spec), "")),
+        *("## Latency of one text", ""),
+        "Medians of fifteen rounds in turns, processor time of one thread; in brackets how many times as fast",
+        "as the base in the same rounds, with an interval of 95%.",
+        "",
+        *(*latency_table(), ""),
+        *("## What is missing", ""),
+        "Three seeds of every row are to be measured. These have fewer:",
+        "",
+        *([f"- {line}" for line in missing] or ["- none"]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    global WORK
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("run", "status", "page"))
+    parser.add_argument("--data", default=",".join(SPECS))
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--only", default="", help="some of fine-pruning, latency, splora, lora, bytes-50, -30, -100")
+    parser.add_argument("--work", type=Path, default=WORK)
+    options = parser.parse_args()
+    WORK = options.work
+    torch.set_num_threads(1)
+    if options.command == "status":
+        print("\n".join(status()))
+    elif options.command == "page":
+        PAGE.write_text(page(), encoding="utf-8")
+    else:
+        for seed in map(int, options.seeds.split(",")):
+            for name in options.data.split(","):
+                for job, start in jobs(SPECS[name], seed).items():
+                    if not options.only or job in options.only.split(","):
+                        start()
+
+
+if __name__ == "__main__":
+    main()
