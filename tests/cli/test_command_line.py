@@ -511,7 +511,9 @@ def test_env_shows_what_is_installed_and_what_is_missing(spalier, monkeypatch):
     assert called.json["libraries"]["numpy"] == real("numpy")
     assert called.json["libraries"]["ray"] is None
     text = spalier("env").out
-    assert re.search(r"^ray +missing +sweeps and services on a cluster +pip install 'spalier\[ray\]'$", text, re.MULTILINE)
+    assert re.search(
+        r"^ray +missing +sweeps and services on a cluster +pip install 'spalier\[ray\]'$", text, re.MULTILINE
+    )
     assert f"torch: {called.json['torch']}" in text
     assert called.json["threads"] >= 1
 
