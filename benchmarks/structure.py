@@ -2,7 +2,7 @@
 
 Three parts, each with its own section in the results:
 
-    python benchmarks/structure.py coverage   # every network of the test zoo, halved at random: is it still right?
+    python benchmarks/structure.py coverage   # some 200 networks, halved at random: are they still right?
     python benchmarks/structure.py trace      # what `trace` costs beyond `torch.export` alone
     python benchmarks/structure.py prune      # what `prune_` costs, beside Torch-Pruning's graph and step
     python benchmarks/structure.py table      # write the table into docs/structure.md
@@ -11,7 +11,10 @@ Both libraries get the same networks in float64 and the same inputs, and remove 
 Torch-Pruning is used as its documentation and examples say, by a program that knows no network by name: layers that
 make the output are ignored, numbers of heads are read from attributes, and sizes of heads are set after pruning.
 timm's fused attention is off for it, as in its examples. It is tried with and without the numbers of heads, and the
-better result counts.
+better result counts. It goes through the networks of the test zoo, Spalier through those of the survey too.
+
+Results are written network by network, so a run that was stopped goes on with ``coverage --resume``; a network that
+ended the process is listed with that.
 
 Right means: the pruned network computes what the whole network computes with zeros for every weight that is gone.
 Norms and standardised weights count only what is left, as removal means. This check reads nothing but the weights
@@ -25,18 +28,21 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib
 import json
+import math
 import platform
+import re
 import signal
 import statistics
 import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +56,11 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
 import spalier as sp
+import survey
 from peer import RATIO, Call, numbers_of_heads, set_head_sizes, torch_pruner
 
 torchvision_ops.declare()
+zoo: Any = import_module("zoo")  # of the tests, whose types nobody checks
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 40  # for one library on one network
@@ -66,20 +74,38 @@ DOCUMENT = ROOT / "docs" / "structure.md"
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def coverage(names: Sequence[str]) -> dict[str, Any]:
-    zoo = importlib.import_module("zoo")
-    found = {}
-    for entry in zoo.ZOO:
-        own = entry.name.startswith("made/") and entry.name != "made/unet"  # made for the tests
-        if own or (names and entry.name not in names):
+def coverage(names: Sequence[str], resume: bool, keep: bool) -> None:
+    found = rows() if names or resume or keep else {}
+    for entry in networks():
+        if (names and entry.name not in names) or (resume and entry.name in found):
             continue
+        peer = {"torch_pruning": found[entry.name]["torch_pruning"]} if keep and entry in zoo.ZOO else {}
+        found[entry.name] = {"spalier": {"error": "the process ended"}, **peer}
+        write_coverage(found)
         call = zoo.arguments(entry.example(), torch.float64)
-        found[entry.name] = {
-            "spalier": attempt(partial(try_spalier, entry.make().double(), call)),
-            "torch_pruning": best_of_torch_pruning(entry.make().double(), call),
-        }
-        print(entry.name, json.dumps(found[entry.name]), flush=True)
-    return found
+        row = found[entry.name] = {"spalier": attempt(partial(try_spalier, entry.make, call)), **peer}
+        if entry in zoo.ZOO and not keep:
+            row["torch_pruning"] = best_of_torch_pruning(entry.make().double(), call)
+        write_coverage(found)
+        print(entry.name, json.dumps(row), flush=True)
+    print(json.dumps(summary(found), indent=1))
+
+
+def networks() -> list[Any]:
+    """Those of the test zoo, but for what was made for the tests, and those of the survey."""
+    others = [entry for entry in zoo.ZOO if not entry.name.startswith("made/") or entry.name == "made/unet"]
+    return [*others, *survey.entries()]
+
+
+def rows() -> dict[str, Any]:
+    report = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return dict(report.get("coverage", {}).get("networks", {}))
+
+
+def write_coverage(found: dict[str, Any]) -> None:
+    order = [entry.name for entry in networks()]
+    in_order = dict(sorted(found.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+    update("coverage", {"ratio": RATIO, "summary": summary(in_order), "networks": in_order})
 
 
 def attempt(run: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -117,13 +143,15 @@ def limited(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-def try_spalier(net: nn.Module, call: Call, row: dict[str, Any]) -> None:
+def try_spalier(make: Callable[[], nn.Module], call: Call, row: dict[str, Any]) -> None:
+    net = make().double()
     whole = copy.deepcopy(net)
     start = time.process_time()
     structure = sp.trace(net, call[1] or call[0])
     row["trace_seconds"] = round(time.process_time() - start, 2)
     row |= {"streams": len(structure.streams), "units": structure.units}
     row["prunable"] = round(structure.prunable, 4)
+    row["stays"] = stays(structure)
     plan = half(structure)
     start = time.process_time()
     sp.prune_(net, plan)
@@ -138,13 +166,37 @@ def try_spalier(net: nn.Module, call: Call, row: dict[str, Any]) -> None:
     judge(whole, net, survivors, call, row)
 
 
+def stays(structure: sp.Structure) -> dict[str, float]:
+    """The share of the weights that no unit takes with it, by the reason."""
+    taken = {tensor for tensor, _ in structure.axes}
+    total = sum(math.prod(structure.shapes[name]) for name in structure.parameters)
+    found: Counter[str] = Counter()
+    for name in structure.parameters - taken:
+        reasons = [short(f.reason) for f in structure.frozen if f.tensor == name]
+        # a layer that makes the output has an axis that is cut elsewhere: what holds that one is the reason
+        inner = [reason for reason in reasons if reason not in ENDS] or reasons or ["a single channel"]
+        found[inner[0]] += math.prod(structure.shapes[name])
+    shares = {reason: round(count / total, 4) for reason, count in found.most_common()}
+    return {reason: share for reason, share in shares.items() if share >= 0.005}
+
+
+ENDS = ("an output of the network", "taps")
+
+
+def short(reason: str) -> str:
+    """A reason without names and numbers, which are those of one network."""
+    text = re.sub(r"the code of \S+( itself)?", "its code", reason)
+    text = re.sub(r" at \S+:\d+", "", text)
+    return re.sub(r"does not follow: .*", "does not follow", text)
+
+
 def half(structure: sp.Structure) -> sp.Plan:
-    """Half of the units of every stream, at random; one at least."""
+    """Half of the units of every stream, at random, or as many as have to stay."""
     draw = torch.Generator().manual_seed(0)
     keep = {}
     for stream in structure.streams:
         order = torch.randperm(stream.size, generator=draw).tolist()
-        keep[stream.name] = order[: max(1, round(stream.size * (1 - RATIO)))]
+        keep[stream.name] = order[: max(stream.least, round(stream.size * (1 - RATIO)))]
     return sp.Plan(structure, keep)
 
 
@@ -284,6 +336,18 @@ def torchvision_net(name: str) -> tuple[nn.Module, Call]:
     return getattr(models, name)().eval(), ((torch.randn(1, 3, 224, 224),), {})
 
 
+def torchvision_video(name: str, *shape: int) -> tuple[nn.Module, Call]:
+    from torchvision.models import video
+
+    return getattr(video, name)().eval(), ((torch.randn(1, 3, *shape),), {})
+
+
+def timm_net(name: str, size: int = 224) -> tuple[nn.Module, Call]:
+    import timm
+
+    return timm.create_model(name).eval(), ((torch.randn(1, 3, size, size),), {})
+
+
 def llama() -> tuple[nn.Module, Call]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -303,6 +367,12 @@ TRACED: dict[str, Make] = {
     "torchvision resnet50, 224x224": partial(torchvision_net, "resnet50"),
     "torchvision vit_b_16, 224x224": partial(torchvision_net, "vit_b_16"),
     "transformers Llama, 100M, 16 tokens": llama,
+    "timm mobilevit_s, 256x256": partial(timm_net, "mobilevit_s", 256),
+    "timm cait_xxs24_224, 224x224": partial(timm_net, "cait_xxs24_224"),
+    "timm nextvit_small, 224x224": partial(timm_net, "nextvit_small"),
+    "timm swinv2_cr_tiny_224, 224x224": partial(timm_net, "swinv2_cr_tiny_224"),
+    "torchvision swin3d_t, 8x64x64": partial(torchvision_video, "swin3d_t", 8, 64, 64),
+    "torchvision mvit_v2_s, 16x224x224": partial(torchvision_video, "mvit_v2_s", 16, 224, 224),
 }
 PRUNED: dict[str, Make] = {
     "torchvision resnet50, 224x224": partial(torchvision_net, "resnet50"),
@@ -378,35 +448,42 @@ def summed_up(times: Times, ratios: dict[str, float]) -> dict[str, Any]:
 
 
 def markdown() -> str:
-    """The table as docs/structure.md shows it."""
-    rows = json.loads(RESULTS.read_text())["coverage"]["networks"]
-    head = (
-        "network", "units", "share of weights prunable", "trace, s", "50% plan: equal",
-        "Torch-Pruning groups", "seconds", "runs", "shape right", "equal",
-    )  # fmt: skip
-    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * 3 + "|---|---:|---:" + "|---" * 3 + "|"]
-    for name, row in rows.items():
-        ours, theirs = row["spalier"], row["torch_pruning"]
-        share = f"{ours['prunable']:.0%}" if "prunable" in ours else "–"
-        cells = [name, shown(ours, "units"), share, shown(ours, "trace_seconds"), said(ours, "equal")]
-        cells += [shown(theirs, "groups"), shown(theirs, "seconds")]
-        cells += [said(theirs, key) for key in ("runs", "shape_right", "equal")]
-        lines.append("| " + " | ".join(cells) + " |")
-    total = len(rows)
-    right = [sum(is_right(row[key]) for row in rows.values()) for key in ("spalier", "torch_pruning")]
-    cells = [
-        "**right**",
-        "",
-        "",
-        "",
-        f"**{right[0]} of {total}**",
-        "",
-        "",
-        "",
-        "",
-        f"**{right[1]} of {total}**",
+    """The tables as docs/structure.md shows them, one for each family."""
+    found = rows()
+    parts = []
+    for family in survey.FAMILIES:
+        own = {name: row for name, row in found.items() if survey.family(name) == family}
+        parts += [f"### {family[0].upper()}{family[1:]}", "", *lines_of(own), ""] if own else []
+    right = sum(is_right(row["spalier"]) for row in found.values())
+    beside = [row for row in found.values() if "torch_pruning" in row]
+    ours, theirs = (sum(is_right(row[key]) for row in beside) for key in ("spalier", "torch_pruning"))
+    share = statistics.median(row["spalier"].get("prunable", 0) for row in found.values())
+    parts.append(
+        f"Right and smaller: {right} of {len(found)} networks; of the {len(beside)} that Torch-Pruning was tried on, "
+        f"{ours} with Spalier and {theirs} with Torch-Pruning. Of the median network {share:.0%} of the weights are "
+        "prunable."
+    )
+    return "\n".join(parts)
+
+
+def lines_of(found: dict[str, Any]) -> list[str]:
+    lines = [
+        "| network | prunable | units | trace, s | equal | what stays, and why | Torch-Pruning: equal |",
+        "|---|---:|---:|---:|---|---|---|",
     ]
-    return "\n".join([*lines, "| " + " | ".join(cells) + " |"])
+    for name, row in found.items():
+        ours = row["spalier"]
+        share = f"{ours['prunable']:.0%}" if "prunable" in ours else "–"
+        cells = [name.partition("/")[2], share, shown(ours, "units"), shown(ours, "trace_seconds"), said(ours, "equal")]
+        cells += [why(ours), said(row["torch_pruning"], "equal") if "torch_pruning" in row else ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def why(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return str(row["error"]).replace("|", "/")[:120]
+    return "; ".join(f"{share:.0%} {reason}" for reason, share in list(row.get("stays", {}).items())[:2])
 
 
 def shown(row: dict[str, Any], key: str) -> str:
@@ -429,16 +506,17 @@ def write_table() -> None:
     DOCUMENT.write_text(f"{before}<!-- table -->\n\n{markdown()}\n\n<!-- /table -->{after}")
 
 
-def summary(rows: dict[str, Any]) -> dict[str, int]:
+def summary(found: dict[str, Any]) -> dict[str, int]:
     """How many networks each library gets how far with."""
-    found = {"networks": len(rows)}
+    counted = {}
     for library in ("spalier", "torch_pruning"):
-        each = [row[library] for row in rows.values()]
-        found[f"{library} raises"] = sum("error" in row for row in each)
+        each = [row[library] for row in found.values() if library in row]
+        counted[f"{library} networks"] = len(each)
+        counted[f"{library} raises"] = sum("error" in row for row in each)
         for key in ("runs", "shape_right", "equal"):
-            found[f"{library} {key}"] = sum(bool(row.get(key)) for row in each)
-        found[f"{library} right and smaller"] = sum(is_right(row) for row in each)
-    return found
+            counted[f"{library} {key}"] = sum(bool(row.get(key)) for row in each)
+        counted[f"{library} right and smaller"] = sum(is_right(row) for row in each)
+    return counted
 
 
 def machine() -> dict[str, Any]:
@@ -478,16 +556,14 @@ def main() -> None:
     parts = ("coverage", "trace", "prune", "table")
     parser.add_argument("parts", nargs="*", choices=parts, default=list(parts))
     parser.add_argument("--networks", nargs="+", default=[], help="only these; the others stay as they are")
+    parser.add_argument("--resume", action="store_true", help="leave out networks that have a result")
+    parser.add_argument("--keep", action="store_true", help="take over what was measured of Torch-Pruning")
     parser.add_argument("--repeats", type=int, default=9, help="timed rounds of each contender")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if "coverage" in options.parts:
-        rows = coverage(options.networks)
-        if options.networks:
-            rows = json.loads(RESULTS.read_text())["coverage"]["networks"] | rows
-        print(json.dumps(summary(rows), indent=1))
-        update("coverage", {"ratio": RATIO, "summary": summary(rows), "networks": rows})
+        coverage(options.networks, options.resume, options.keep)
     if "trace" in options.parts:
         found = {name: trace_speed(make, options.repeats) for name, make in TRACED.items()}
         update("trace_speed", {"repeats": options.repeats, "networks": found})

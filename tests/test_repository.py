@@ -26,6 +26,7 @@ LAYERS = [
     {"structure"},
     {"counting"},
     {"pruning"},
+    {"noting"},
     {"tracing"},
     {"criteria"},
     {"budget"},

@@ -11,36 +11,30 @@ chance would hide a failure.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import itertools
 import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
-from torch.fx.node import map_aggregate
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from spalier.adapters.attachment import MARK, Changes, owners_of
+from spalier.adapters.attachment import MARK, Changes, Owner, owners_of
 from spalier.adapters.calls import Calls, Corrected, fits, left_open
 from spalier.adapters.geometry import plain_tensors
 from spalier.errors import TraceError
+from spalier.noting import NO_SIZES, Memory, Noted, facts_of_graph, known_shape
 from spalier.pruning.modules import Resize, resized
 from spalier.pruning.plan import PRUNED_MARK, Indices, Kept, Reduction, whole
 from spalier.pruning.prune import Cutter, apply_
 from spalier.pruning.verify import follow_calls
-from spalier.structure.arithmetic import fresh
-from spalier.structure.graph import CAPTURING, RULES, Value, arguments, as_base, module_of, on_device_of, quiet
+from spalier.structure.graph import CAPTURING, Value, arguments, as_base, on_device_of, quiet
 from spalier.structure.streams import Extent, scales_of, views_of
 from spalier.structure.structure import UNUSED, Cache, Freeze, Structure, find, fingerprint, without
 from spalier.text import first_line
@@ -239,16 +233,18 @@ class _Twin:
         self.running: list[str] = []
         follow_calls(self.net, self.running)
         self.skipped = _prepared_(self.net)
-        self._uncut: _Noted | None = None
+        self.memory = Memory(self.net, structure, self.owners)
+        self.small: dict[Hashable, Tensor] = {}
+        self._uncut: Noted | None = None
         self.corrected: dict[str, tuple[tuple[int, float], ...]] = {}
         """The modules whose calls are set right, and what tensors are scaled with in them."""
         self.wrong: set[Wrong] = set()
         """What they got wrong, without some units of all streams."""
         self.counts: dict[Any, int] = {}
-        self.facts = _facts_of_graph(self.captured.program)
+        self.facts = facts_of_graph(self.captured.program)
         made = tree_leaves(self.captured.program.graph.output_node().args[0])
         values = [node.meta["val"] for node in made if isinstance(node, Node)]
-        self.outputs = [_shape(value) for value in values if isinstance(value, Tensor)]
+        self.outputs = [known_shape(value) for value in values if isinstance(value, Tensor)]
 
     def hook_(self) -> bool:
         """Give the twin the hooks of the network; False where it has them already, or there are none.
@@ -256,6 +252,7 @@ class _Twin:
         They are left out at first: a user's hooks are for the network itself.
         """
         hooks, self.hooks, self._uncut = self.hooks, [], None
+        self.memory.is_off = True  # it would leave out what hooks do
         for place, is_first, theirs in hooks:
             ours = dict(place)
             place.clear()
@@ -277,14 +274,15 @@ class _Twin:
     def fails(self, streams: Iterable[int]) -> Failure | None:
         """Take some units out of each of these; where the twin fails, and how, or None."""
         masks = [mask.copy() for mask in self.whole.streams]
-        for number in streams:
+        self.memory.cut = frozenset(streams)
+        for number in self.memory.cut:
             masks[number][-self.cuts[number][0] :] = False  # any units will do: only sizes matter
         left = Kept(tuple(masks), {})
         changes = Changes()
         try:
             with self.mode:
                 reduction = Reduction(self.net, self.structure, self.owners, self.whole, left)
-                apply_(reduction, _FakeCutter(None, changes))
+                apply_(reduction, _FakeCutter(changes, self.small))
             for path in self.corrected:
                 module = self.net.get_submodule(path)
                 changes.set_(module, "", "forward", partial(_run_correcting, module, self, path, left))
@@ -321,27 +319,28 @@ class _Twin:
                     scales = scales_of(self.captured.program, each)
                     self.corrected[each] = tuple((scale.axes, scale.number) for scale in scales)
                 if path in self.corrected:
+                    self.memory.is_off = True  # what is set right is noted by running it
                     return True
         return False
 
-    def _run(self) -> _Noted | Failure:
+    def _run(self) -> Noted | Failure:
         """The shapes that the twin makes; or where it fails, and how."""
         args, kwargs = arguments(self.example)
         self.running.clear()
         self.counts.clear()
-        noted = _Noted(self.running)
+        noted = Noted(self.running)
         try:
             self.net.train()  # what modules cache until they train is made anew
             self.net.train(self.training)
-            with self.mode, torch.no_grad(), noted:
+            with self.mode, torch.no_grad(), noted, self.memory.recalling(noted):
                 out = tree_leaves(self.net(*args, **kwargs))
         except Exception as error:  # whatever the network's own code raises is the reason that is listed
             place = self.running[-1] if self.running else ""
             return place, f"{_code_of(place)} does not follow: {first_line(error)}"
-        noted.outputs = [_shape(x) for x in out if isinstance(x, Tensor)]
-        return noted
+        noted.outputs = [known_shape(x) for x in out if isinstance(x, Tensor)]
+        return noted.sorted_()
 
-    def _fits(self, cut: _Noted, left: Kept) -> bool:
+    def _fits(self, cut: Noted, left: Kept) -> bool:
         """Each module computes with numbers of the graph, and makes its very views, as large as the structure says.
 
         Where this is so, nothing has to be compared with the uncut twin.
@@ -350,7 +349,7 @@ class _Twin:
             self._made(place, left).issuperset(made) for place, made in cut.made.items() if place not in self.skipped
         )
         numbers = shapes and all(
-            self.facts.get(place, _NO_SIZES).issuperset(facts)
+            self.facts.get(place, NO_SIZES).issuperset(facts)
             for place, facts in cut.facts.items()
             if place not in self.skipped
         )
@@ -360,12 +359,13 @@ class _Twin:
             if place not in self.skipped
         )
 
-    def _misfit(self, cut: _Noted, left: Kept) -> Failure | None:
+    def _misfit(self, cut: Noted, left: Kept) -> Failure | None:
         """Where a number is another one, or a view has not become what the structure says.
 
         Operations may make views, and use numbers, that the graph does not have: the uncut twin shows which.
         """
         if self._uncut is None:
+            self.memory.cut = frozenset()
             found = self._run()
             if isinstance(found, tuple):
                 return found
@@ -459,11 +459,23 @@ def _copied(net: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 class _FakeCutter(Cutter):
-    """Where there are no values, only sizes change."""
+    """Where there are no values, only sizes change, and what was cut once can be had again."""
 
-    def _cut(self, tensor: Tensor, indices: Indices) -> Tensor:
+    def __init__(self, changes: Changes, known: dict[Hashable, Tensor]) -> None:
+        super().__init__(None, changes)
+        self.known = known
+
+    def cut_(self, owners: Sequence[Owner], indices: Indices) -> None:
+        tensor = owners[0].tensor
         sizes = [n if index is None else len(index) for n, index in zip(tensor.shape, indices, strict=False)]
-        return tensor.new_empty([*sizes, *tensor.shape[len(sizes) :]])
+        key = (id(tensor), *sizes)
+        small = self.known.get(key)
+        if small is None:
+            small = self.known[key] = tensor.detach().new_empty([*sizes, *tensor.shape[len(sizes) :]])
+        if isinstance(tensor, nn.Parameter):
+            self.changes.set_values_(tensor, small)
+        for owner in () if isinstance(tensor, nn.Parameter) else owners:
+            self.changes.set_(owner.module, owner.place, owner.key, small)
 
 
 def _unhooked_(net: nn.Module) -> list[tuple[dict[int, Any], bool, dict[int, Any]]]:
@@ -488,104 +500,3 @@ def _prepared_(net: nn.Module) -> set[str]:
         if isinstance(module, nn.MultiheadAttention):
             found.add(path)
     return found
-
-
-# what a twin computes with
-
-Fact = Hashable
-"""A number, the shape of a tensor that is made of nothing, or the values of a constant."""
-_NO_SIZES: frozenset[Fact] = frozenset((0, float("inf"), float("-inf")))
-"""What operations fill masks with on their own."""
-
-
-class _Noted(TorchDispatchMode):
-    """Notes the shapes that views make, and the numbers that operations take, by the module that asks for them."""
-
-    def __init__(self, running: list[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.running = running
-        self.views: dict[str, list[tuple[int, ...]]] = {}
-        self.facts: dict[str, list[Fact]] = {}
-        self.made: dict[str, list[tuple[int, ...]]] = {}
-        """Shapes of tensors that are made of a shape alone."""
-        self.outputs: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-        # what is computed from constants alone has values, which the network's code may ask for
-        is_constant = bool(given) and not any(isinstance(a, FakeTensor) for a in given)
-        with unset_fake_temporarily() if is_constant else nullcontext():
-            # the kernel takes more than PyTorch says of it without values
-            out = _grouped(*args[:2]) if func is torch.ops.aten._grouped_mm.default else func(*args, **(kwargs or {}))
-        if func in _VIEWS:
-            self.views.setdefault(self.running[-1], []).append(_shape(out))
-        elif _kind_of(func)[1] and 0 not in (shape := _shape(out)) and shape:  # else it holds nothing of a size
-            self.made.setdefault(self.running[-1], []).append(shape)
-        if facts := _facts(func, args, kwargs or {}, out):
-            self.facts.setdefault(self.running[-1], []).extend(facts)
-        return out
-
-
-def _grouped(x: Tensor, weights: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], (x @ weights[0]).shape[-1]))
-
-
-_VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
-
-
-def _facts_of_graph(program: ExportedProgram) -> dict[str, set[Fact]]:
-    """What each module's code computes with in the whole network, so far as the graph shows it."""
-    lifted = program.graph_signature.inputs_to_lifted_tensor_constants
-    found: dict[str, set[Fact]] = {}
-
-    def value(node: Node) -> Any:
-        return program.constants[lifted[node.name]] if node.name in lifted else node.meta.get("val")
-
-    for graph in program.graph_module.modules():
-        for node in graph.graph.nodes if isinstance(graph, GraphModule) else ():
-            if isinstance(node.target, OpOverload):
-                args, kwargs = map_aggregate((node.args, node.kwargs), lambda a: value(a) if isinstance(a, Node) else a)
-                facts = _facts(node.target, args, kwargs, node.meta.get("val"))
-                found.setdefault(module_of(node), set(_NO_SIZES)).update(facts)
-    return found
-
-
-def _facts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> list[Fact]:
-    """What an operation takes beside the network's own tensors, and that is no size of what it makes."""
-    is_pointwise, is_fresh, numbers = _kind_of(func)
-    found: list[Fact] = []
-    takes_tensor = False
-    for key, value in itertools.chain(enumerate(args), kwargs.items()):
-        if isinstance(value, Tensor):
-            takes_tensor = True
-            if not isinstance(value, FakeTensor):
-                found.append(_constant(value))
-        elif isinstance(value, float | complex) or (type(value) is int and (is_pointwise or key in numbers)):
-            found.append(value if value == value else "nan")
-        elif isinstance(value, list | tuple):
-            takes_tensor = takes_tensor or any(isinstance(each, Tensor) for each in value)
-    if isinstance(made, Tensor) and not is_fresh and not takes_tensor:
-        shape = _shape(made)
-        found += [("shape", *shape)] if shape and 0 not in shape else []  # else it holds nothing of a size
-    return found
-
-
-@functools.cache
-def _kind_of(func: Any) -> tuple[bool, bool, frozenset[int | str]]:
-    """Whether it computes entry by entry; whether it makes a tensor of a shape alone; where it takes numbers."""
-    schema = func._schema.arguments
-    numbers = [(place, each.name) for place, each in enumerate(schema) if "number" in str(each.type)]
-    name = func.overloadpacket.__name__.rstrip("_")
-    is_fresh = RULES.get(name) is fresh
-    return torch.Tag.pointwise in func.tags, is_fresh, frozenset(key for keys in numbers for key in keys)
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    """A shape; -1 for an axis whose size depends on values, as in the graph."""
-    return tuple(n if isinstance(n, int) else -1 for n in tensor.shape)
-
-
-def _constant(tensor: Tensor) -> Fact:
-    with unset_fake_temporarily():
-        few = tensor.reshape(-1).tolist() if tensor.numel() <= 16 else [hash(tensor.detach().cpu().numpy().tobytes())]
-    return ("values", *tensor.shape, *(n if n == n else "nan" for n in few))

@@ -9,7 +9,7 @@ from support import awaken_
 from torch import nn
 
 import spalier as sp
-from spalier.tasks.build import IDLE, Pool
+from spalier.tasks.memory import IDLE, Pool
 
 
 def test_pieces_in_use_are_never_handed_out():

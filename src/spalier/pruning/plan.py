@@ -360,7 +360,11 @@ class Reduction:
 def cuts_of(structure: Structure, before: Kept, left: Kept) -> dict[str, Indices]:
     """For each tensor that loses something, the indices that stay, counted in the tensor as it was before."""
     found: dict[str, Indices] = {}
-    for name in dict.fromkeys(tensor for tensor, _ in structure.axes):
+    kept = zip(structure.streams, before.streams, left.streams, strict=True)
+    changed = [stream for stream, was, stays in kept if not np.array_equal(was, stays)]
+    if before.writers or left.writers:  # their layers may lose what their streams keep
+        changed = list(structure.streams)
+    for name in dict.fromkeys(member.tensor for stream in changed for member in stream.members):
         # masks are counted in the base, indices in the tensor as it is: what was gone before is skipped
         masks = zip(before.of(structure, name), left.of(structure, name), strict=True)
         indices = tuple(None if stays[was].all() else np.flatnonzero(stays[was]) for was, stays in masks)

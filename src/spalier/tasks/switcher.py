@@ -14,7 +14,8 @@ from torch import nn
 from spalier import files
 from spalier.errors import TaskFileError
 from spalier.tasks.base import Base
-from spalier.tasks.build import Pool, build, bytes_beside
+from spalier.tasks.build import build, bytes_beside
+from spalier.tasks.memory import Pool
 from spalier.tasks.store import Store
 from spalier.tasks.task import TaskInfo
 from spalier.text import InNotebooks, check_integer, table
