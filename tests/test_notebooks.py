@@ -13,7 +13,8 @@ FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 STRICT = "import torch, warnings\nwarnings.simplefilter('error')\ntorch.set_num_threads(1)"
 # transformers imports torchvision and torchao where they are installed, which complain of what they miss
-TRANSFORMERS = f"""import logging, sys
+TRANSFORMERS = f"""import logging, sys, warnings
+warnings.filterwarnings("ignore", message="IProgress not found")
 sys.path.insert(0, {str(FOLDER.parent / "tools")!r})
 import torchvision_ops
 torchvision_ops.declare()

@@ -73,7 +73,7 @@ PRUNING_LAYERS = [
 ]
 CRITERIA_LAYERS = [{"probe", "relevance"}, {"criterion"}, {"lrp"}, {"score"}]
 TASKS_LAYERS = [
-    {"format"},
+    {"format", "memory"},
     {"rows"},
     {"table", "numbers", "dry_run"},
     {"task"},

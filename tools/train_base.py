@@ -13,6 +13,7 @@ contrast, grey, a hole, and whole batches of 24 or 16 pixels, as digits and icon
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
@@ -22,11 +23,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from experiments.paper.paper_data import open_set
-from spalier.data.data import IMAGENET_MEAN, IMAGENET_STD
-from spalier.models import load_weights_, resnet20
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
 
-OUT = Path(__file__).resolve().parents[1] / "src" / "spalier" / "weights" / "resnet20.safetensors"
+from experiments.paper.paper_data import open_set  # noqa: E402
+from spalier.data.data import IMAGENET_MEAN, IMAGENET_STD  # noqa: E402
+from spalier.models import load_weights_, resnet20  # noqa: E402
+
+OUT = ROOT / "src" / "spalier" / "weights" / "resnet20.safetensors"
 IMAGES, BATCH_SIZE, LR, WEIGHT_DECAY, SMOOTHING = 10_000, 128, 0.1, 5e-4, 0.1
 SIDES, OFTEN = (32, 24, 16), (0.5, 0.25, 0.25)
 

@@ -193,10 +193,7 @@ class Loaded:
 
 
 def load_weights_(
-    net: nn.Module,
-    weights: Mapping[str, Tensor] | str | PathLike[str],
-    *,
-    head: str | Sequence[str] | None = "fc",
+    net: nn.Module, weights: Mapping[str, Tensor] | str | PathLike[str], *, head: str | Sequence[str] | None = "fc"
 ) -> Loaded:
     """Load published weights into ``net``, in place, casting to its dtype; all or nothing.
 

@@ -306,11 +306,7 @@ class _Search:
             return self._within_bytes(units, None if rank is None else fixed, int(value))
         if kind == "latency":
             return self._within_latency(units, fixed, value, example)
-        measures = {
-            "channels": self.meter.channels,
-            "weights": self.meter.parameters,
-            "macs": self.meter.macs,
-        }
+        measures = {"channels": self.meter.channels, "weights": self.meter.parameters, "macs": self.meter.macs}
         size = measures[kind]
         chosen = self._reach(units, lambda m: size(self._kept(m)), value, kind, size(self.meter.whole))
         return self._predicted(chosen, fixed)
@@ -377,10 +373,7 @@ class _Search:
     def _within_latency(self, units: Order, fixed: Masks, share: float, example: Any) -> Plan:
         clock = Latency(self.net, self.meter, example)
         steps, measured, base = clock.search(
-            len(units),
-            lambda n: self._plan(units.masks(n), fixed),
-            lambda n: self._kept(units.masks(n)),
-            share,
+            len(units), lambda n: self._plan(units.masks(n), fixed), lambda n: self._kept(units.masks(n)), share
         )
         plan = self._predicted(units.masks(steps), fixed)
         assert plan.prediction is not None

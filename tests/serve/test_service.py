@@ -454,6 +454,7 @@ def test_tasks_come_change_and_go_without_a_failed_request(net, store):
 def test_a_request_is_one_line_of_log(client, caplog):
     with caplog.at_level(logging.INFO, "spalier.serve"):
         client.post("/v1/tasks/a%0Aforged/predict", content=b"x", headers=PNG)
+        until(lambda: any(record.name == "spalier.serve" for record in caplog.records))  # after the answer
     (record,) = [record for record in caplog.records if record.name == "spalier.serve"]
     assert "\n" not in record.getMessage()
     assert record.request["status"] == 404

@@ -16,28 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spalier.adapters.attachment import (
-    MARK,
-    Attachment,
-    Row,
-    Summary,
-    Updated,
-    attachment_of,
-    copies_of,
-    is_marked,
-)
+from spalier.adapters.attachment import MARK, Attachment, Row, Summary, Updated, attachment_of, copies_of, is_marked
 from spalier.adapters.forward import adapted_reads, adapter_name, is_strided_pointwise, read_layers
 from spalier.adapters.geometry import Geometry, described, is_finite, is_norm, is_uninitialised, plain_tensors
 from spalier.adapters.kinds import Adapter, ByLayer, FineTune, Fit, Update
 from spalier.adapters.targets import AdapterOf, Names, Targets, adapters_of, check_ties, select_adaptable, select_named
-from spalier.errors import (
-    AttachmentError,
-    ConfigError,
-    NonFiniteError,
-    RankError,
-    TargetError,
-    UnsupportedLayerError,
-)
+from spalier.errors import AttachmentError, ConfigError, NonFiniteError, RankError, TargetError, UnsupportedLayerError
 
 Weights = dict[str, tuple[Geometry, Fit]]
 

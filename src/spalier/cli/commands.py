@@ -102,12 +102,7 @@ def trace(console: Console, network: str, shape: str, **options: Any) -> None:
 @settings_option
 @opening.settings_list_option
 def train(
-    console: Console,
-    config: str | None,
-    folder: str,
-    settings: tuple[str, ...],
-    rank: str | None,
-    **named: Any,
+    console: Console, config: str | None, folder: str, settings: tuple[str, ...], rank: str | None, **named: Any
 ) -> None:
     """Learn a task: train, score, prune and recover.
 
@@ -145,12 +140,7 @@ def train(
 @click.option("--place", type=click.Choice(["local", "ray"]), default="local", help="Here, or on a Ray cluster.")
 @click.option("--threads", type=click.IntRange(1), help="Of each run.")
 def sweep(
-    console: Console,
-    config: str,
-    folder: str,
-    settings: tuple[str, ...],
-    over: tuple[str, ...],
-    **options: Any,
+    console: Console, config: str, folder: str, settings: tuple[str, ...], over: tuple[str, ...], **options: Any
 ) -> int:
     """Carry many runs out and bring their rows together.
 
@@ -213,11 +203,7 @@ def eval_(console: Console, tasks: tuple[str, ...], base: str | None, part: str,
         recorded = task.info.metrics.get("accuracy")
         row = {"task": name, "data": samples.name, "part": part, "samples": found.samples}
         rows.append({**row, "accuracy": found.accuracy, "loss": found.loss, "recorded": recorded})
-        shares = [
-            f"{found.accuracy:.1%}",
-            f"{found.loss:.4f}",
-            "-" if recorded is None else f"{recorded:.1%}",
-        ]
+        shares = [f"{found.accuracy:.1%}", f"{found.loss:.4f}", "-" if recorded is None else f"{recorded:.1%}"]
         cells.append([name, samples.name, f"{found.samples:,}", *shares])
         console.note(f"{name}: {found.accuracy:.1%}")
     console.show(table(["task", "data", part, "accuracy", "loss", "in the file"], cells), {"tasks": rows})
@@ -294,13 +280,7 @@ def _evaluate(net: nn.Module, data: Data, part: str) -> Evaluation:
 @click.option("--fold", is_flag=True, help="Fold the tasks' batch norms.")
 @click.option("--shape", help="The shape of one input, or how many tokens; by default the tasks'.")
 def bench(
-    console: Console,
-    base: str,
-    tasks: tuple[str, ...],
-    batch: str,
-    backends: str,
-    shape: str | None,
-    **others: Any,
+    console: Console, base: str, tasks: tuple[str, ...], batch: str, backends: str, shape: str | None, **others: Any
 ) -> None:
     """Measure latency and throughput of a base and its tasks, in turns.
 

@@ -451,11 +451,7 @@ class Engine:
 
     def select_plan(self, scores: Scores, target: float) -> Plan:
         """The units that stay at a density."""
-        config = self.config
-        budget: dict[str, Any] = {config.budget: int(target) if config.budget == "bytes" else target}
-        options: dict[str, Any] = {"min_keep": 1} if config.recipe == "paper" else {}  # whose layers have no floor
-        options |= {"ranking": config.ranking, "writers": config.writers, **config.select_options}
-        return select(self.net, scores, **budget, **options)
+        return select(self.net, scores, **learning.select_options(self.config, target))
 
     def prune(self) -> None:
         """Make the network smaller, and restore in closed form what can be."""
@@ -571,8 +567,7 @@ class Engine:
             augment=is_training and self.config.augment,
             num_workers=self.config.num_workers,
             shuffle=is_training,
-            drop_last=is_training
-            and learning.drops_last(self.config, len(split), self.batch_size, self.machine.world_size),
+            drop_last=is_training and learning.drops_last(self.config, len(split), self.batch_size, self.machine),
             rank=self.machine.rank,
             world_size=self.machine.world_size,
         )

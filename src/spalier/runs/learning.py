@@ -31,7 +31,7 @@ from spalier.networks import logits_of
 from spalier.pruning.plan import Plan
 from spalier.runs.checkpoint import Position
 from spalier.runs.narrow import speed_of
-from spalier.runs.processes import sum_over_ranks
+from spalier.runs.processes import Machine, sum_over_ranks
 from spalier.runs.settings import Settings
 from spalier.tasks import Task
 from spalier.text import import_optional
@@ -90,12 +90,19 @@ def warn_of_plan(plan: Plan, target: float, budget: str) -> None:
         _LOG.warning("at %g of the %s %s", target, budget, warning)
 
 
-def drops_last(config: Settings, samples: int, batch_size: int, world_size: int) -> bool:
+def select_options(config: Settings, target: float) -> dict[str, Any]:
+    """What `select` is given for a density; layers of the paper have no floor."""
+    floor = {"min_keep": 1} if config.recipe == "paper" else {}
+    budget: dict[str, Any] = {config.budget: int(target) if config.budget == "bytes" else target}
+    return {**floor, **budget, "ranking": config.ranking, "writers": config.writers, **config.select_options}
+
+
+def drops_last(config: Settings, samples: int, batch_size: int, machine: Machine) -> bool:
     """Whether the samples behind the last full batch wait for another epoch, as less than a quarter of a batch does.
 
     The paper drops them, and so do several processes, which share a batch equally.
     """
-    return config.recipe == "paper" or world_size > 1 or samples % batch_size < max(2, batch_size // 4)
+    return config.recipe == "paper" or machine.world_size > 1 or samples % batch_size < max(2, batch_size // 4)
 
 
 def other_weights(config: Settings) -> str:
@@ -388,11 +395,7 @@ def block_row(position: Position, target: float, task: Task, seen: Mapping[str, 
 
 
 def block_details(
-    row: dict[str, Any],
-    classes: Sequence[str],
-    seen: Mapping[str, Evaluation],
-    plan: Plan | None,
-    device: torch.device,
+    row: dict[str, Any], classes: Sequence[str], seen: Mapping[str, Evaluation], plan: Plan | None, device: torch.device
 ) -> dict[str, Any]:
     """A row with confusions, the units that are kept, and where it was measured."""
     confusion = {name: seen[name].confusion if name in seen else None for name in ("validation", "test")}
@@ -478,12 +481,7 @@ def score_histograms(scores: Scores, plan: Plan) -> dict[str, Any]:
             "kept": _counts(values[alive & stays], edges),
             "removed": _counts(values[alive & ~stays], edges),
         }
-    return {
-        "criterion": scores.criterion,
-        "samples": scores.samples,
-        "edges": edges.tolist(),
-        "streams": streams,
-    }
+    return {"criterion": scores.criterion, "samples": scores.samples, "edges": edges.tolist(), "streams": streams}
 
 
 def _counts(values: Any, edges: Any) -> list[int]:

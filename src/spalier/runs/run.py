@@ -109,8 +109,7 @@ class Results(InNotebooks):
             return Results(folder, list(found["rows"]), list(found["skipped"]), found["base"], found["data"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunError(
-                "folder",
-                f"{str(file)!a} cannot be read ({type(error).__name__}); expected the results of a run",
+                "folder", f"{str(file)!a} cannot be read ({type(error).__name__}); expected the results of a run"
             ) from error
 
 

@@ -410,11 +410,7 @@ _RANGES: list[tuple[str, Callable[[float], bool], tuple[str, ...]]] = [
     ("at least 1", lambda x: x >= 1, ("prune_steps", "score_samples", "recovery_samples", "batch_size")),
     ("at least 2", lambda x: x >= 2, ("max_length",)),
     ("at least 0", lambda x: x >= 0, ("epochs", "epochs_per_prune", "final_epochs", "refit_epochs", "num_workers")),
-    (
-        "at least 0",
-        lambda x: x >= 0,
-        ("validate_every", "weight_decay", "warmup_epochs", "checkpoint_seconds"),
-    ),
+    ("at least 0", lambda x: x >= 0, ("validate_every", "weight_decay", "warmup_epochs", "checkpoint_seconds")),
     (
         "more than 0",
         lambda x: x > 0,

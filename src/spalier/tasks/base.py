@@ -78,8 +78,7 @@ class Base:
             raise TaskFileError("base", f"the base is a {type(net).__name__}, expected a torch.nn.Module")
         if "_spalier" in net.__dict__ or "_spalier_kept" in net.__dict__:
             raise TaskFileError(
-                "base",
-                "the base is adapted or pruned already; pass the plain network (detach_ gives it back)",
+                "base", "the base is adapted or pruned already; pass the plain network (detach_ gives it back)"
             )
         self.net = net
         named = tensors_of(net)

@@ -138,8 +138,7 @@ def check_plain(what: str, value: Any, depth: int = 0) -> None:
         raise TaskFileError("metadata", f"{what} holds a number of more than 64 bits")
     elif not (value is None or isinstance(value, int | float)):
         raise TaskFileError(
-            "metadata",
-            f"{what} holds a {type(value).__name__}, expected text, numbers, lists and dicts of them",
+            "metadata", f"{what} holds a {type(value).__name__}, expected text, numbers, lists and dicts of them"
         )
 
 

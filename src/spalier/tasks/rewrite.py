@@ -42,9 +42,7 @@ def rewritten(task: Task, sources: Sources, adapter: Any, base: Mapping[str, Ten
     made = replace(task.table, rows=grouped(rows))
     taken = {name: tensor for name, tensor in base.items() if name not in made.own}
     info = replace(
-        task.info,
-        adapter=settings_of(adapter),
-        base=Fingerprint(task.info.base.architecture, values_digest(taken)),
+        task.info, adapter=settings_of(adapter), base=Fingerprint(task.info.base.architecture, values_digest(taken))
     )
     held: dict[str, Any] = {**assembled(stored), "values": torch.cat(values) if values else task.values[:0]}
     return replace(task, info=info, table=made, **held)
