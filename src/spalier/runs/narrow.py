@@ -107,7 +107,7 @@ def write_narrow_(
     """Write what a network has learned in a narrow form, in place."""
     if form.name == "wide":
         return
-    budget = _left_for_codes(form, wide)
+    budget = _left_for_codes(form, wide, storage)
     if budget is None:
         refit_(net, form.adapter, batches=samples, storage=storage)
         return
@@ -121,7 +121,7 @@ def write_narrow_(
 
 def hold_budget_(net: nn.Module, form: Form, wide: Task, samples: Iterable[Any], storage: Storage) -> None:
     """Where learning on has made the file larger than it may be, make its codes smaller, or write it once more."""
-    budget = _left_for_codes(form, wide)
+    budget = _left_for_codes(form, wide, storage)
     if budget is not None and attachment_of(net).updated and not held_(net, budget, storage):
         refit_(net, bytes=budget, batches=list(samples), storage=storage)
 
@@ -162,14 +162,14 @@ def held_(net: nn.Module, budget: int, storage: Storage) -> bool:
     return True
 
 
-def _left_for_codes(form: Form, wide: Task) -> int | None:
+def _left_for_codes(form: Form, wide: Task, storage: Storage) -> int | None:
     """The bytes of a form's budget, less those of what a run says of its tasks: classes, preprocessing, metrics."""
-    size = len(wide.to_bytes())
-    budget = form.budget(size)
+    budget = form.budget(len(wide.to_bytes()))
     if budget is None:
         return None
     silent = replace(wide.info, name="refit", metrics={}, classes=(), preprocessing={}, provenance={})
-    return budget - (size - len(replace(wide, info=silent).to_bytes())) - _METRICS
+    told, untold = (len(task.to_bytes(storage=storage)) for task in (wide, replace(wide, info=silent)))
+    return budget - (told - untold) - _METRICS
 
 
 _METRICS = 100
