@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """Train the small base that comes with the package: a ResNet-20 on 10,000 images of CIFAR-10.
 
-    nice -n 15 python tools/train_base.py --data DATA --stop 3     # the file that is committed: a minute of one core
-    nice -n 15 python tools/train_base.py --data DATA              # the whole schedule: some fifteen minutes
+    python tools/train_base.py --data DATA                        # the file that is committed: fifteen minutes of one core
     python tools/train_base.py --data DATA --check                # measure the committed file again
 
 DATA has ``cifar10/`` as grids with ``labels.json``, or what torchvision keeps of CIFAR10; only the first training batch
