@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Train the small base that comes with the package: a ResNet-20 on 10,000 images of CIFAR-10.
 
-    python tools/train_base.py --data DATA                        # the file that is committed: fifteen minutes of one core
-    python tools/train_base.py --data DATA --check                # measure the committed file again
+    python tools/train_base.py --data DATA             # the file that is committed: fifteen minutes of one core
+    python tools/train_base.py --data DATA --check     # measure the committed file again
 
 DATA has ``cifar10/`` as grids with ``labels.json``, or what torchvision keeps of CIFAR10; only the first training batch
 is learned from. Augmentation is strong, since the base is for other images than these: crops, flips, brightness,

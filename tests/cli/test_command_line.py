@@ -157,7 +157,7 @@ def test_exit_codes_are_documented(spalier):
         (["demonstrate"], "No such command 'demonstrate'"),
         (["trian"], "No such command 'trian'. Did you mean 'train'"),
         (["task", "lst"], "No such command 'lst'. Did you mean 'list'"),
-        (["train", "--foldr", "new"], "Did you mean '--folder'"),
+        (["train", "--foldr", "new"], "'--folder'"),
         (["train"], "Missing option '--folder'"),
         (["train", "--folder", "new"], "give a CONFIG file, or settings"),
         (["trace", "resnet8"], "Missing option '--shape'"),

@@ -91,8 +91,8 @@ def test_splits_are_found_by_their_names(tmp_path, monkeypatch):
     monkeypatch.setattr(sets, "Photos", Photos, raising=False)
     data = open_data("torchvision:Photos", folder=tmp_path / "here")
     assert [len(split) for split in (data.train, data.validation, data.test)] == [6, 6, 6]
-    assert (data.classes, data.shape, data.preprocessing["stored"]) == (("0", "1", "2"), (3, 224, 224), 256)
-    assert np.array_equal(data.test.images[data.test.rows[1]], center_square(picture(201, 90, 80), 256))
+    assert (data.classes, data.shape, data.preprocessing["stored"]) == (("0", "1", "2"), (3, 96, 96), 110)
+    assert np.array_equal(data.test.images[data.test.rows[1]], center_square(picture(201, 90, 80), 110))
     without = open_data("torchvision:Photos", folder=tmp_path / "here", image_size=16, labels=False)
     assert (without.classes, set(without.train.labels)) == ((), {-1})
 

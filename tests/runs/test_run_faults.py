@@ -160,7 +160,7 @@ def test_a_folder_of_something_else(tmp_path):
 
 def stopped_run(folder, monkeypatch) -> None:
     with monkeypatch.context() as patch:
-        fail_at(patch, 6, KeyboardInterrupt())
+        fail_at(patch, 7, KeyboardInterrupt())  # an epoch has six batches
         with pytest.raises(KeyboardInterrupt):
             quick(checkpoint_seconds=0).run(folder, progress=False)
 

@@ -78,12 +78,13 @@ class Corrected(TorchFunctionMode):
     def view(self, x: Tensor, sizes: list[int]) -> tuple[int, ...]:
         """The sizes that a view gets which asks for these."""
         kind = x.dim(), len(sizes), left_open(sizes)
-        # what fits is right, but where an axis is left open: then wrong sizes may fit, too
-        if not kind[2] and fits(x, sizes):
-            return tuple(sizes)
+        asked = tuple(sizes)
         for *meant, axis, size in self.calls.views:
             if kind == tuple(meant):
                 sizes[-axis] = size
+        # the rule goes first, as a wrong size may fit by chance; what it does not fit is another view of that kind
+        if not kind[2] and not fits(x, sizes) and fits(x, asked):
+            return asked
         if not kind[2] and not torch.compiler.is_compiling() and not fits(x, sizes):
             raise PruneError(
                 f"the code of a pruned module asks for a view of {tuple(x.shape)} as {tuple(sizes)}, which does not "

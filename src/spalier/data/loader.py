@@ -155,7 +155,7 @@ def grouped(order: Ints, lengths: Ints, size: int, numbers: np.random.Generator)
     """Another order, whose batches hold samples of about one length: sorted within many batches, which are shuffled.
 
     >>> grouped(np.arange(6), np.array([9, 1, 8, 2, 9, 1]), 2, np.random.default_rng(0))
-    array([2, 0, 3, 4, 1, 5])
+    array([0, 4, 1, 5, 3, 2])
     """
     whole = len(order) // size * size
     reach = _GROUPED * size

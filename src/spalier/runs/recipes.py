@@ -172,7 +172,8 @@ def fitted(given: Mapping[str, Any], samples: int, side: int, parameters: int | 
 
 def _name_of(data: str) -> str:
     """A task's name from the data's: letters, digits and dashes."""
-    path = Path(data.removeprefix("given:").partition(":")[2] or data)
+    named = data.removeprefix("given:")
+    path = Path(named.partition(":")[2] or named)
     last = path.stem if data.startswith(TEXT) else path.name
     kept = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in last).strip("-_")
     return kept[:60] or "task"
