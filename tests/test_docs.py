@@ -38,3 +38,22 @@ def test_the_figures_of_switching_are_the_committed_ones(part):
 def test_the_figures_of_runs_are_the_committed_ones(part):
     module, report = benchmark("transfer")
     assert module.markdown(report, part) in (ROOT / "docs/runs.md").read_text()
+
+
+def test_the_readmes_claim_is_measured():
+    """Points against fine-pruning with the same epochs, and the bytes of the file, of every cell that it shows."""
+    readme, folder = (ROOT / "README.md").read_text(), ROOT / "benchmarks/results/codes"
+    for density in (50, 30):
+        shown = []
+        for data in ("flowers102", "catsanddogs", "cifar10"):
+            code, wide = (
+                json.loads((folder / f"{data}-{density}-{method}-seed0.json").read_text())
+                for method in ("bytes-20", "wide+")
+            )
+            assert code["bytes"] <= wide["bytes"] / 19.5
+            size = code["bytes"]
+            shown.append(
+                f"{code['accuracy'] - wide['accuracy']:+.1f}, "
+                + (f"{size / 1e6:.1f} MB" if size > 1e5 else f"{size / 1e3:.0f} KB")
+            )
+        assert f"| {density}% of the channels | {' | '.join(shown)} |" in readme
