@@ -79,12 +79,13 @@ def coverage(names: Sequence[str], resume: bool, keep: bool) -> None:
     for entry in networks():
         if (names and entry.name not in names) or (resume and entry.name in found):
             continue
-        peer = {"torch_pruning": found[entry.name]["torch_pruning"]} if keep and entry in zoo.ZOO else {}
+        known = found.get(entry.name, {}).get("torch_pruning")
+        peer = {} if known is None or not keep else {"torch_pruning": known}
         found[entry.name] = {"spalier": {"error": "the process ended"}, **peer}
         write_coverage(found)
         call = zoo.arguments(entry.example(), torch.float64)
         row = found[entry.name] = {"spalier": attempt(partial(try_spalier, entry.make, call)), **peer}
-        if entry in zoo.ZOO and not keep:
+        if entry in zoo.ZOO and not peer:
             row["torch_pruning"] = best_of_torch_pruning(entry.make().double(), call)
         write_coverage(found)
         print(entry.name, json.dumps(row), flush=True)
