@@ -270,3 +270,15 @@ def test_a_process_that_ends_leaves_no_workers():
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(40, [16, 16, 8]), (45, [16, 16, 8]), (39, [16, 16]), (48, [16] * 3)])
+def test_a_last_batch_is_cut_to_what_processes_can_share(count, sizes):
+    whole = Loader(numbered(count), 16, drop_last=False, round_last=8)
+    assert len(whole) == len(sizes)
+    batches = [labels for _, labels in whole.epoch(0)]
+    assert [len(labels) for labels in batches] == sizes
+    halves = [Loader(numbered(count), 16, drop_last=False, round_last=8, rank=rank, world_size=2) for rank in (0, 1)]
+    for together, *shares in zip(batches, *(half.epoch(0) for half in halves), strict=True):
+        assert [len(labels) for _, labels in shares] == [len(together) // 2] * 2
+        assert sorted(int(n) for _, labels in shares for n in labels) == sorted(map(int, together))

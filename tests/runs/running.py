@@ -63,7 +63,7 @@ def outcome(folder: Path) -> dict:
     return {
         "tasks": {path.name: path.read_bytes() for path in sorted((folder / "tasks").glob("*.safetensors"))},
         "metrics": [_timeless(line) for line in lines],
-        "blocks": [{**block, "row": _timeless(block["row"])} for block in blocks],
+        "blocks": [{**block, "row": _timeless(block["row"]), "machine": None} for block in blocks],
         "looks": others,
         "rows": [_timeless(row) for row in json.loads((folder / "results.json").read_text())["rows"]],
     }

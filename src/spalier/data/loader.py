@@ -31,7 +31,8 @@ class Loader:
     A batch of ``batch_size`` samples is shared by ``world_size`` processes: number ``rank`` gets every
     world_size-th sample of it. Order and augmentation depend on ``seed``, the epoch and the sample alone, so that any
     batch can be had again. Samples are augmented when they are shuffled, unless ``augment`` says otherwise. Texts that
-    are shuffled are grouped by length, so that little is padded.
+    are shuffled are grouped by length, so that little is padded. Where the last batch is not dropped, it is cut to a
+    multiple of ``round_last``, so that processes can share it equally.
 
     >>> from spalier.data import open_data
     >>> data = open_data("digits")
@@ -49,6 +50,7 @@ class Loader:
         num_workers: int = 0,
         shuffle: bool = True,
         drop_last: bool = True,
+        round_last: int = 1,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -58,6 +60,7 @@ class Loader:
         self.seed = check_integer("seed", seed)
         self.batch_size = check_integer("batch_size", batch_size, 1)
         self.num_workers = check_integer("num_workers", num_workers)
+        self.round_last = check_integer("round_last", round_last, 1)
         self.rank, self.world_size = check_integer("rank", rank), check_integer("world_size", world_size, 1)
         self.augment = shuffle if augment is None else augment
         self._check_shares()
@@ -67,9 +70,8 @@ class Loader:
 
     def __len__(self) -> int:
         """Batches of an epoch, of all processes together."""
-        if self.drop_last:
-            return max(1, len(self.split) // self.batch_size)
-        return -(-len(self.split) // self.batch_size)
+        whole, rest = divmod(len(self.split), self.batch_size)
+        return max(1, whole) if self.drop_last else whole + (rest >= self.round_last)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Batches number ``start``, ``start + 1``, ... of an epoch; a share without samples is left out."""
@@ -114,7 +116,10 @@ class Loader:
         if self.shuffle and lengths is not None:
             order = grouped(order, lengths, self.batch_size, numbers)
         for i in range(start, len(self)):
-            yield order[i * self.batch_size : (i + 1) * self.batch_size][self.rank :: self.world_size]
+            batch = order[i * self.batch_size : (i + 1) * self.batch_size]
+            if len(batch) < self.batch_size:
+                batch = batch[: len(batch) // self.round_last * self.round_last]
+            yield batch[self.rank :: self.world_size]
 
     def _from_workers(self, keys: list[_Key]) -> Iterator[Batch]:
         self._turn += 1

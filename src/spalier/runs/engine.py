@@ -568,6 +568,7 @@ class Engine:
             num_workers=self.config.num_workers,
             shuffle=is_training,
             drop_last=is_training and learning.drops_last(self.config, len(split), self.batch_size, self.machine),
+            round_last=learning.SHARED if is_training else 1,
             rank=self.machine.rank,
             world_size=self.machine.world_size,
         )

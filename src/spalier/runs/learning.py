@@ -100,9 +100,14 @@ def select_options(config: Settings, target: float) -> dict[str, Any]:
 def drops_last(config: Settings, samples: int, batch_size: int, machine: Machine) -> bool:
     """Whether the samples behind the last full batch wait for another epoch, as less than a quarter of a batch does.
 
-    The paper drops them, and so do several processes, which share a batch equally.
+    The paper drops them. So do processes that cannot share `SHARED` equally: a run is the same on 1, 2, 4 and 8.
     """
-    return config.recipe == "paper" or machine.world_size > 1 or samples % batch_size < max(2, batch_size // 4)
+    few = samples % batch_size < max(SHARED, batch_size // 4)
+    return config.recipe == "paper" or few or SHARED % machine.world_size > 0
+
+
+SHARED = 8
+"""The last batch of an epoch is a multiple of this."""
 
 
 def other_weights(config: Settings) -> str:
