@@ -89,7 +89,7 @@ def _learn(folder: Path, seed: int, say: Callable[[str], None]) -> Runs:
     shared = spalier.TransferPruning(data="digits", network=NETWORK, codes=tuple(CODES), densities=DENSITIES)
     shared = shared.replace(seed=seed, trackers=(), max_train_samples=500, batch_size=32)
     # shorter than by default; a recovery in closed form makes up for some of it
-    shared = shared.replace(epochs=6, epochs_per_prune=5, refit_epochs=1, recovery="all")
+    shared = shared.replace(epochs=6, epochs_per_prune=5, refit_epochs=4, recovery="all")
     for name, classes in TASKS.items():
         config = shared.replace(name=name, classes=tuple(classes))
         found[name] = config.run(folder / "runs" / name, progress=False)
