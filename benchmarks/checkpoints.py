@@ -3,7 +3,7 @@
 MiniLM is fine-tuned on TREC's questions for two epochs, all weights, and made a task by `Task.from_checkpoint` with
 several budgets. The fine-tuned weights are kept beside the results of the run, so that budgets can be tried again.
 
-    python benchmarks/checkpoints.py --shared ../shared --tuned /tmp/trec.safetensors
+    python benchmarks/checkpoints.py --shared ../shared --tuned trec.safetensors
 """
 
 from __future__ import annotations
