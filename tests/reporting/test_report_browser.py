@@ -132,10 +132,10 @@ def point(browser, key, figure="accuracy-learned"):
 
 
 def hover(browser, mark):
-    """Tips go where the page scrolls, and a scroll is told to the page a frame later: so scroll first, and wait."""
-    browser.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", mark)
-    browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    """The driver scrolls before it moves, and the page, which hides its tip on a scroll, hears of that a frame later."""
     ActionChains(browser).move_to_element(mark).perform()
+    browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    ActionChains(browser).move_by_offset(1, 0).perform()
 
 
 def test_hovering_shows_the_numbers(browser, pages):
