@@ -43,9 +43,9 @@ def trace(
 ) -> Structure:
     """Find the streams of ``net``: coupled channels, who writes and reads them, and what has to stay.
 
-    The network is captured with `torch.export` in eval mode, frozen or not, adapted or not, and left as it was. Then a
-    twin without values shows whether its own code runs with fewer channels. What is not understood, or does not follow,
-    is frozen, with the operation and the line as the reason. Several threads take turns.
+    The graph of one forward in eval mode is recorded, frozen or not, adapted or not, and the network left as it was.
+    Then a twin without values shows whether its own code runs with fewer channels. What is not understood, or does not
+    follow, is frozen, with the operation and the line as the reason. Several threads take turns.
 
     Args:
         net: any network that `torch.export` can capture, on the CPU or on the meta device.
