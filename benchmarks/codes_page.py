@@ -309,8 +309,8 @@ weights and biases of norms in 255, 127 or 63, statistics in 255, 127, 63 or 31)
 None of that is done: it is a change of the format for a twentieth of a small file. Neither is another way to save
 more: for inference, a norm's four numbers for each channel are two. With the base's statistics, and weight and bias
 set so that the layer does the same, about 500 of the 4,820 bytes would be free, in the format as it is; but the network
-would not be the same when it learns on. At 10% the 1,609 bytes without any delta are 120 of container, 237 of header (64 of
-them digests), 545 of table, 64 of masks and 635 of norms and head; 1/12 would be 1,078, so all of this together
+would not be the same when it learns on. At 10% the 1,609 bytes without any delta are 120 of container, 237 of header
+(64 of them digests), 545 of table, 64 of masks and 635 of norms and head; 1/12 would be 1,078, so all of this together
 would not do.
 
 Not tried: one scale for each layer where rows have more than 64 entries, spending all of the budget at once (4% are
