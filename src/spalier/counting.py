@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from spalier.adapters.forward import updates
 from spalier.errors import ExampleError
-from spalier.structure.graph import arguments, as_base, hooked
+from spalier.structure.graph import arguments, as_base, computes_weights, hooked
 from spalier.text import InNotebooks, table
 
 
@@ -64,7 +64,10 @@ class Count(InNotebooks):
 
     @property
     def macs(self) -> int | None:
-        """Multiply-accumulates of one sample, attention's included; None without an example."""
+        """Multiply-accumulates of one sample, attention's included; None without an example.
+
+        What parametrizations compute of weights alone is no sample's, and is left out.
+        """
         return None if self.samples is None else sum(m.macs or 0 for m in self.modules)
 
     @property
@@ -132,7 +135,8 @@ def _by_module(
         learned = [p for u in updates(module).values() for p in _uncounted(counted, list(u.parameters()))]
         learned = [p for p in (*learned, *parameters) if p.requires_grad]
         if own or learned or macs.get(module) or normed.get(module):  # containers are not listed
-            ran = None if samples is None else _per_sample(macs.get(module, 0), samples)
+            spent = 0 if computes_weights(name) else macs.get(module, 0)
+            ran = None if samples is None else _per_sample(spent, samples)
             paper = None if ran is None else ran + 2 * _per_sample(normed.get(module, 0), samples or 1)
             rows.append(
                 ModuleCount(
