@@ -360,11 +360,11 @@ def floors(case: Case, note: Note) -> None:
             found[share] = {"whole": whole, "pruned": pruned, "learned": accuracy(case, net), "left": left}
         return found
 
+    def one(budget: str, floor: str, seed: int, share: float) -> dict[str, Any]:
+        return walk(budget, floor, seed)[share]
+
     for seed, budget, floor, share in product(range(case.seeds[0]), case.budgets, FLOORS, (0.3, 0.1)):
-        note(
-            f"floor/{case.name}/{budget} {share:.0%}/{floor}/{seed}",
-            lambda b=budget, f=floor, s=seed, d=share: walk(b, f, s)[d],
-        )
+        note(f"floor/{case.name}/{budget} {share:.0%}/{floor}/{seed}", partial(one, budget, floor, seed, share))
 
 
 def learning(case: Case, note: Note) -> None:
