@@ -51,9 +51,7 @@ def make_bert(folder: Path) -> None:
     fast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", model_max_length=32).save_pretrained(folder)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    config = transformers.BertConfig(
-        vocab_size=len(words), max_position_embeddings=32, initializer_range=0.2, **sizes
-    )
+    config = transformers.BertConfig(vocab_size=len(words), max_position_embeddings=32, initializer_range=0.2, **sizes)
     transformers.BertModel(config).save_pretrained(folder)
 
 
