@@ -41,7 +41,7 @@ thread = threading.Thread(target=server.run)
 thread.start()
 while not server.started:
     time.sleep(0.01)
-address = "http://127.0.0.1:{}".format(server.servers[0].sockets[0].getsockname()[1])
+address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
 
 
 def ask(task: str, image: bytes) -> str:

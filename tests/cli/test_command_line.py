@@ -221,6 +221,7 @@ def test_what_is_typed_is_what_errors_speak_of(spalier, tmp_path):
     for arguments, words, not_words in [
         (["train", *folder, "--data", "digit"], "folder:PATH", "Data.of"),
         (["train", *folder, "--set", "criterion=taylr"], "did you mean 'taylor'?", "spalier.criteria"),
+        (["train", *folder, "--set", "epoch=3"], "'epoch', which is no setting; did you mean 'epochs'?", "replace"),
         (["trace", "resnet8", "--shape", "3,8,8", "--option", "num_classes=3"], "pass --classes", "classes="),
     ]:
         found = spalier(*arguments).err
