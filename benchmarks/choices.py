@@ -57,7 +57,7 @@ RESULTS = Path(__file__).parent / "results" / "choices.json"
 BATCH, EVALUATED = 32, 250
 AGGREGATES = ("sum", "mean", "max")
 FLOORS: dict[str, dict[str, Any]] = {"half": {}, "none": {"min_keep": 1}}
-STEPS = (0.7, 0.5, 0.3, 0.2, 0.1)
+STEPS, FLOOR_SEEDS = (0.7, 0.5, 0.3, 0.2, 0.1), 2
 KEYS = ("whole", "pruned", "learned", "channels", "macs")
 SCORED, SCORED_AT_ONCE = 256, 64
 Batch = tuple[Tensor, Tensor]
@@ -363,7 +363,7 @@ def floors(case: Case, note: Note) -> None:
     def one(budget: str, floor: str, seed: int, share: float) -> dict[str, Any]:
         return walk(budget, floor, seed)[share]
 
-    for seed, budget, floor, share in product(range(case.seeds[0]), case.budgets, FLOORS, (0.3, 0.1)):
+    for seed, budget, floor, share in product(range(FLOOR_SEEDS), case.budgets, FLOORS, (0.3, 0.1)):
         note(f"floor/{case.name}/{budget} {share:.0%}/{floor}/{seed}", partial(one, budget, floor, seed, share))
 
 

@@ -22,8 +22,8 @@ from spalier.networks import open_network
 from spalier.serve import app
 
 digits = load_digits()
-for number, (pixels, digit) in enumerate(zip(digits.images[:600], digits.target[:600], strict=True)):
-    split = "test" if number % 6 == 0 else "train"
+for number, (pixels, digit) in enumerate(zip(digits.images[:500], digits.target[:500], strict=True)):
+    split = "test" if number % 5 == 0 else "train"
     for task, kind in (("digit", str(digit)), ("parity", "odd" if digit % 2 else "even")):
         file = Path("images", task, split, kind, f"{number}.png")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ for number, (pixels, digit) in enumerate(zip(digits.images[:600], digits.target[
 
 store = sp.Store("store")
 for name in ("digit", "parity"):
-    task = sp.adapt("resnet20", f"folder:images/{name}", target=0.5, epochs=4, epochs_per_prune=2, refit_epochs=1)
+    task = sp.adapt("resnet20", f"folder:images/{name}", target=0.6, epochs=6, epochs_per_prune=2, refit_epochs=1)
     store.add(task, name)
 print(store.list())
 

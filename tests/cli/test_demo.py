@@ -123,7 +123,8 @@ def test_the_pictures_of_the_docs_are_made_of_it(folder, tmp_path, fonts):
     page = (ROOT / "docs" / "report.md").read_text()
     assert {path.name for path in tmp_path.iterdir()} == set(re.findall(r"\(assets/(\S+\.png)\)", page))
     for path in tmp_path.iterdir():
-        assert Image.open(path).width > 1000
+        with Image.open(path) as picture:
+            assert picture.width > 1000
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path, spalier):
