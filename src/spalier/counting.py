@@ -135,8 +135,9 @@ def _by_module(
         learned = [p for u in updates(module).values() for p in _uncounted(counted, list(u.parameters()))]
         learned = [p for p in (*learned, *parameters) if p.requires_grad]
         if own or learned or macs.get(module) or normed.get(module):  # containers are not listed
-            spent = 0 if computes_weights(name) else macs.get(module, 0)
-            ran = None if samples is None else _per_sample(spent, samples)
+            ran = (
+                None if samples is None else _per_sample(0 if computes_weights(name) else macs.get(module, 0), samples)
+            )
             paper = None if ran is None else ran + 2 * _per_sample(normed.get(module, 0), samples or 1)
             rows.append(
                 ModuleCount(
