@@ -41,8 +41,9 @@ WAYS: dict[str, dict[str, Any]] = {
 def write_flowers(data: Path, folder: Path) -> str:
     """The images as a folder of classes; what there are."""
     found = open_set("flowers102", data, image_size=96)
-    images = np.concatenate([split.images[split.rows] for split in (found.train, found.test)])  # type: ignore[attr-defined]
-    labels = np.concatenate([found.train.labels, found.test.labels])
+    splits: list[Any] = [found.train, found.test]
+    images = np.concatenate([split.images[split.rows] for split in splits])
+    labels = np.concatenate([split.labels for split in splits])
     counts = np.bincount(labels)
     chosen = np.argsort(-counts, kind="stable")[:3]
     for label in chosen:
