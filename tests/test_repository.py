@@ -58,7 +58,7 @@ UPWARDS = {
 }
 ADAPTER_LAYERS = [{"geometry", "codes"}, {"kinds"}, {"forward", "targets"}, {"attachment", "calls"}, {"attach"}]
 STRUCTURE_LAYERS = [
-    {"labels"},
+    {"labels", "recording"},
     {"graph"},
     {"movement", "arithmetic"},
     {"streams"},
