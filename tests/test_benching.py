@@ -89,16 +89,6 @@ def test_verdicts_never_go_beyond_the_interval(one, other):
         assert high <= 1.05
 
 
-def test_the_time_that_does_not_grow_is_a_reason_only_where_it_was_measured():
-    base, small = timing(BASE, [10.0] * 6), timing("a", [10.0] * 6)
-    fixed = timing("a", [10.0 + 63 * 0.1] * 6, batch=64)  # 9.9 + 0.1 n
-    assert "about 99% of its time at batch 1 does not grow" in compare(base, small, fixed).reason
-    grown = timing("a", [640.0] * 6, batch=64)
-    for larger in (None, small, grown, timing("a", (), batch=64, problem="it failed")):
-        assert compare(base, small, larger).reason == ""
-    assert compare(timing(BASE, [30.0] * 6), small, fixed).reason == ""  # it is faster: nothing to explain
-
-
 def test_what_was_not_measured_is_not_compared():
     good, bad = timing("a", [1.0] * 6), timing(BASE, (), problem="no compiler")
     assert str(compare(bad, good)) == "not measured: no base to compare with: no compiler"

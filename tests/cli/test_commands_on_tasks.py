@@ -416,7 +416,7 @@ def test_a_checkpoint_becomes_a_task(base, tmp_path, spalier):
     assert "output missing" in spalier(*command[:-1], "spdelta-8bit").out  # without data, so norms stay as they are
     torch.testing.assert_close(Task.load(out).build(base)(IMAGES), wanted(IMAGES), rtol=0.02, atol=0.02)
     for wrong, words in (
-        (command[:3] + command[-4:], "--base is missing"),
+        (command[:3] + command[-4:], "Missing option '--base'"),
         ((*command[:-1], "zip"), "expected names"),
     ):
         called = spalier(*wrong)

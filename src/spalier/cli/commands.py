@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import platform
 import shlex
 from importlib import metadata
@@ -189,63 +190,49 @@ def eval_(console: Console, tasks: tuple[str, ...], base: str | None, part: str,
     """
     from spalier.text import table
 
-    data, folder, size = (options.pop(name) for name in ("data", "data_folder", "image_size"))
-    files = opening.task_files(tasks)
-    bases: dict[str, nn.Module] = {}
-    rows: list[dict[str, Any]] = []
-    cells: list[list[str]] = []
+    given = {name: options.pop(name) for name in ("data", "data_folder", "image_size")}
+    files, rows = opening.task_files(tasks), []
+    opened = functools.cache(functools.partial(open_base, **options))
     for (name, task), file in zip(opening.load_tasks(files).items(), files, strict=True):
-        where = base or opening.run_beside(file)
-        if where not in bases:
-            bases[where] = open_base(where, **options)
-        samples = _data_of(task, file, base, data, folder, size)
-        found = _evaluate(task.build(bases[where]), samples, part)
-        recorded = task.info.metrics.get("accuracy")
-        row = {"task": name, "data": samples.name, "part": part, "samples": found.samples}
-        rows.append({**row, "accuracy": found.accuracy, "loss": found.loss, "recorded": recorded})
-        shares = [f"{found.accuracy:.1%}", f"{found.loss:.4f}", "-" if recorded is None else f"{recorded:.1%}"]
-        cells.append([name, samples.name, f"{found.samples:,}", *shares])
+        net = opened(base or opening.run_beside(file))
+        samples = _data_of(task, file, base, {name: value for name, value in given.items() if value is not None})
+        found = _evaluate(task.build(net), samples, part)
+        measured = {"accuracy": found.accuracy, "loss": found.loss, "recorded": task.info.metrics.get("accuracy")}
+        rows.append({"task": name, "data": samples.name, "part": part, "samples": found.samples, **measured})
         console.note(f"{name}: {found.accuracy:.1%}")
+    forms = {
+        "task": "{}",
+        "data": "{}",
+        "samples": "{:,}",
+        "accuracy": "{:.1%}",
+        "loss": "{:.4f}",
+        "recorded": "{:.1%}",
+    }
+    cells = [["-" if row[key] is None else form.format(row[key]) for key, form in forms.items()] for row in rows]
     console.show(table(["task", "data", part, "accuracy", "loss", "in the file"], cells), {"tasks": rows})
 
 
-def _data_of(task: Task, file: Path, base: str | None, data: str | None, folder: str | None, size: int | None) -> Data:
+def _data_of(task: Task, file: Path, base: str | None, given: dict[str, Any]) -> Data:
     """The samples of a task's classes: from data by name, or from those of the run that it lies in."""
-    from spalier.data import open_data
+    from spalier.runs import Settings
+    from spalier.runs.run import open_samples
 
-    info = task.info
-    options: dict[str, Any] = {"validation_split": 0.1}
     run = opening.run_in(file.resolve().parent.parent) or (opening.run_in(Path(base)) if base else None)
-    if data is None and run is None:
+    if run is None and "data" not in given:
         raise click.UsageError("--data is missing: which samples to look at, such as --data digits.")
-    if run is not None and data in (None, run.data):  # the same split that the task was learned with
-        data, folder = run.data, folder or run.data_folder
-        same = "validation_split max_train_samples seed skip_bad cache_folder text_column label_column"
-        options = {name: getattr(run, name) for name in same.split()}
-    assert data is not None
-    if info.preprocessing.get("kind") == "text":
-        return _texts_of(task, data, base if run is None else run.tokenizer or run.network, options)
-    classes = tuple(info.classes)
-    size = size or info.preprocessing.get("size")
-    found = open_data(data, folder=folder, image_size=size, classes=classes or None, **options)
+    if run is None or given.get("data", run.data) != run.data:  # else the same split that the task was learned with
+        run = Settings(network=base or "") if run is None else Settings(network=run.network, tokenizer=run.tokenizer)
+    said, classes = task.info.preprocessing, tuple(task.info.classes)
+    learned = {"image_size": said.get("size"), "max_length": said.get("max_length"), "classes": classes or None}
+    found = open_samples(run.replace(**{**learned, **given}))
     if classes and found.classes != classes:
         raise DataError(
-            f"{data} gives the classes {', '.join(found.classes[:5])}..., and the task's outputs are "
+            f"{found.name} gives the classes {', '.join(found.classes[:5])}..., and the task's outputs are "
             f"{', '.join(classes[:5])}..., in another order; expected the data that it was learned from"
         )
-    return found
-
-
-def _texts_of(task: Task, data: str, tokenizer: str | None, options: dict[str, Any]) -> Data:
-    """Texts as a task learned them: the same tokenizer, the same length."""
-    from spalier.data import open_data
-
-    said = task.info.preprocessing
-    named = {"tokenizer": tokenizer, "max_length": said.get("max_length"), "classes": task.info.classes or None}
-    found = open_data(data, **named, **options)  # type: ignore[arg-type]
-    if found.preprocessing["tokenizer_digest"] != said.get("tokenizer_digest"):
+    if found.preprocessing.get("tokenizer_digest") != said.get("tokenizer_digest"):
         raise DataError(
-            f"{tokenizer} has another tokenizer than the one that {task.name} was learned with "
+            f"{run.tokenizer or run.network} has another tokenizer than the one that {task.name} was learned with "
             f"({said.get('tokenizer')}); expected the same base"
         )
     return found

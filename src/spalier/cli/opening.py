@@ -204,31 +204,19 @@ def load_tasks(files: Sequence[Path]) -> dict[str, Task]:
     return found
 
 
-def example_of(net: nn.Module, batch: int, text: str | None, tasks: Sequence[Task] = ()) -> Inputs:
+def one_file(task: str) -> Path:
+    """The file of a task argument that names one task."""
+    files = task_files([task])
+    if len(files) != 1:
+        raise click.UsageError(f"{task} holds {len(files)} tasks; name one of them, such as {files[0]}.")
+    return files[0]
+
+
+def example_of(net: nn.Module, batch: int, shape: str | None, tasks: Sequence[Task] = ()) -> Inputs:
     """A batch for a network: images of a shape, or texts of so many tokens, as typed or as tasks were learned with."""
-    import torch
+    from spalier.benching import noise
 
-    from spalier.inputs import tokens
-    from spalier.networks import reads_texts
-
-    torch.manual_seed(0)
-    if not reads_texts(net):
-        return torch.randn(batch, *shape_of(text, tasks))
-    lengths = {task.info.preprocessing.get("tokens") for task in tasks}
-    length = numbers(text, "--shape", "32") if text is not None else tuple(lengths)
-    if len(length) != 1 or type(length[0]) is not int:
-        raise click.UsageError("--shape is one number for a language model: how many tokens, such as 32.")
-    return tokens(batch, length[0])
-
-
-def shape_of(text: str | None, tasks: Sequence[Task] = ()) -> tuple[int, ...]:
-    """The shape of one input: as typed, or the size of the images that tasks were learned with."""
-    if text is not None:
-        return numbers(text, "--shape", "3,224,224")
-    sizes = {task.info.preprocessing.get("size") for task in tasks}
-    if len(sizes) == 1 and type(size := sizes.pop()) is int:
-        return (3, size, size)
-    raise click.UsageError("--shape is missing: the shape of one input, such as 3,224,224.")
+    return noise(net, tasks, batch, None if shape is None else numbers(shape, "--shape", "3,224,224"))
 
 
 def numbers(text: str, option: str, example: str) -> tuple[int, ...]:
