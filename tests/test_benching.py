@@ -46,7 +46,7 @@ def task(base):
 
 
 def timing(network, seconds, batch=1, **options):
-    return Timing(network, "eager", batch, tuple(seconds), calls=1, **options)
+    return Timing(network, "eager", batch, tuple(seconds), **options)
 
 
 def test_speed_ups_are_ratios_of_the_same_round():

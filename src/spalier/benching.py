@@ -54,8 +54,6 @@ class Timing:
     batch: int
     seconds: tuple[float, ...] = ()
     """For one batch: the median of each round; empty if there is a problem."""
-    calls: int = 0
-    """In each round."""
     ready_seconds: float | None = None
     """Until the first output: compiled or exported, and run once; no part of ``seconds``."""
     macs: int | None = None
@@ -304,8 +302,8 @@ def _measure(
                 rows[name] = replace(row, problem=_problem(error))
         say(f"{backend}, batch {batch}: {rounds} rounds")
         turns = take_turns(calls, rounds=rounds, seconds=seconds, clock=clock)
-    for name, (repeats, times) in turns.items():
-        rows[name] = replace(rows[name], calls=repeats, seconds=tuple(times))
+    for name, times in turns.items():
+        rows[name] = replace(rows[name], seconds=tuple(times))
     return list(rows.values())
 
 
