@@ -267,32 +267,19 @@ def test_the_same_density_twice_is_no_seed(tmp_path):
     assert [len(point.tasks) for point in points(load(tmp_path / "r"))] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_a_store_has_a_panel_for_each_task_and_a_line_for_each_method(named, tmp_path):
+def test_a_store_has_a_panel_for_each_task_and_a_line_for_each_method(tmp_path):
     store = sp.Store(tmp_path)
     for classes in (("cat", "dog"), ("owl", "tit")):
         for method in ("splora", "fine-pruning"):
             for place, density in enumerate((100, 50)):
                 run = "-".join(classes)
-                said = {"data": "birds", "method": method, "seed": 0} | ({"run": run} if named else {})
+                said = {"data": "birds", "method": method, "seed": 0, "run": run}
                 name = f"{run}-{method}-{density}"
                 store.add(task(place, name, metrics={"accuracy": 0.9}, provenance=said, classes=classes))
     one_each = {"SPLoRA": [1, 1], "fine-pruning": [1, 1]}
     found = sizes_of(load(tmp_path))
     assert found == {"cat-dog": one_each, "owl-tit": one_each}
     assert [list(series) for series in found.values()] == [["SPLoRA", "fine-pruning"]] * 2
-
-
-def test_names_of_panels_lose_their_method(tmp_path):
-    store = sp.Store(tmp_path)
-    for data in ("birds", "boats"):
-        for method in ("splora", "fine-pruning"):
-            said = {"data": "x", "method": method, "seed": 0}
-            store.add(task(0, f"{data}-{method}-100", metrics={"accuracy": 0.9}, provenance=said))
-    assert {panel: len(series) for panel, series in series_of(load(tmp_path)).items()} == {
-        "birds": 2,
-        "boats": 2,
-    }
 
 
 def test_other_folders_are_refused(tmp_path):

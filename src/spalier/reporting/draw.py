@@ -295,7 +295,7 @@ class Figure:
     panels: Sequence[Panel]
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
-    place: Literal["overview", "run", "task", "files"] = "overview"
+    place: Literal["overview", "run", "task"] = "overview"
     of: str = ""
     """The name of its run, or the key of its task."""
     panel_width: float = 300

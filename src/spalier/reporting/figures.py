@@ -7,37 +7,22 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from spalier.reporting import draw
 from spalier.reporting.load import Example, Run, ScoreCounts, TaskResult
-from spalier.text import clean, percent, short_number
+from spalier.text import percent
 
 MOST_CLASSES = 40
 """How many classes are shown one by one."""
 MOST_CELLS = 60
-"""Up to how many classes there is a matrix; beyond that, the pairs that are confused most."""
+"""Up to how many classes the matrix has all of them; beyond that, those that are confused most."""
 MOST_COUNTS = 20
 """Up to how many classes the cells of the matrix hold numbers."""
-MOST_PAIRS = 25
 MOST_STREAMS = 11
 _ACROSS = 4  # images in a row
 _TEXT_ROW = 0.6
 _HEAD, _ROW = 0.3, 1.42  # what a heading and a row of images take, in widths of an image
-
-
-def rows_axis(names: Sequence[str]) -> draw.Axis:
-    """A y axis with a row for each name, the first one at the foot."""
-    ticks = tuple((float(i), name) for i, name in enumerate(names))
-    return draw.Axis("", -0.7, max(len(names), 1) - 0.3, ticks)
-
-
-def bars(label: str, rows: Sequence[tuple[str, float, str, str]], css: str, text: draw.Format) -> draw.Panel:
-    """Horizontal bars from the top down: name, length, tooltip and task of each."""
-    top = len(rows) - 1
-    marks = [draw.Box(0, top - i - 0.35, r[1], top - i + 0.35, css, r[2], r[3]) for i, r in enumerate(rows)]
-    x = draw.linear(label, [0, *(row[1] for row in rows)], text=text)
-    y = rows_axis([clean(row[0]) for row in reversed(rows)])
-    return draw.Panel(x, y, marks, height=max(16 * len(rows), min(30 * len(rows), 160)))
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------
@@ -149,7 +134,8 @@ def _classes_figure(task: TaskResult, counts: Sequence[Sequence[int]], part: str
         tip = f"{task.classes[i]}\n{percent(share)} of {total} classified correctly"
         marks += [draw.Line([(0, place), (share, place)], "stem"), draw.Dot(share, place, "s0", tip)]
     x = draw.linear("classified correctly", [0, 1], most=1, text=lambda v: f"{100 * v:.0f}%")
-    y = rows_axis([draw.fitted(task.classes[i], 110) for i, _, _ in shown])
+    names = tuple((float(place), draw.fitted(task.classes[i], 110)) for place, (i, _, _) in enumerate(shown))
+    y = draw.Axis("", -0.7, max(len(shown), 1) - 0.3, names)
     caption = f"Shares of the {part} samples of each class."
     if len(rows) > len(shown):
         caption += f" The {len(shown)} worst of {len(rows)} classes; the table has more."
@@ -160,44 +146,40 @@ def _classes_figure(task: TaskResult, counts: Sequence[Sequence[int]], part: str
 
 
 def _confusion_figure(task: TaskResult, counts: Sequence[Sequence[int]], part: str, name: str) -> draw.Figure:
-    """Which classes are predicted as which: a matrix, or the worst pairs where classes are many."""
-    classes = task.classes
-    wrong = [(row[j], i, j) for i, row in enumerate(counts) for j in range(len(row)) if i != j and row[j]]
-    wrong.sort(key=lambda w: (-w[0], w[1], w[2]))
+    """Which classes are predicted as which: a matrix of all, or of those that are confused most where they are many."""
+    classes, table = task.classes, np.array(counts)
+    errors = table.copy()
+    np.fill_diagonal(errors, 0)
+    wrong = sorted((-int(errors[i, j]), i, j) for i, j in np.argwhere(errors).tolist())
     columns = ["class", "predicted as", "samples", "share of the class"]
-    rows: draw.Rows = [[classes[i], classes[j], count, count / sum(counts[i])] for count, i, j in wrong]
-    if len(counts) <= MOST_CELLS:
-        panel = _matrix(task, counts)
-        caption = (
-            f"{part.capitalize()} samples by what they are (rows) and what they are predicted as (columns); darker is "
-            "a larger share of the row."
-        )
-    else:
-        pairs = []
-        for count, i, j in wrong[:MOST_PAIRS]:
-            tip = f"{classes[i]} predicted as {classes[j]}\n{count} of {sum(counts[i])}"
-            name_of_pair = f"{draw.fitted(classes[i], 52)} → {draw.fitted(classes[j], 52)}"
-            pairs.append((name_of_pair, float(count), tip, ""))
-        panel = bars("samples", pairs, "wrong", short_number)
-        caption = f"The pairs of {len(counts)} classes that are confused most, of {part} samples; the table has more."
-    key = ("right", "wrong") if len(counts) <= MOST_CELLS else ()
+    rows: draw.Rows = [[classes[i], classes[j], -less, -less / sum(counts[i])] for less, i, j in wrong]
+    caption = (
+        f"{part.capitalize()} samples by what they are (rows) and what they are predicted as (columns); darker is "
+        "a larger share of the row."
+    )
+    shown = list(range(len(counts)))
+    if len(counts) > MOST_CELLS:
+        shown = sorted(np.argsort(-errors.sum(0) - errors.sum(1), kind="stable")[:MOST_COUNTS].tolist())
+        caption += f" The {len(shown)} of {len(counts)} classes that are confused most; the table has more."
     names = (f"confusion-{name}", "Confusion", caption)
+    panel, key = _matrix(task, table, shown), ("right", "wrong")
     return draw.Figure(*names, [panel], columns, rows, "task", task.key, key=key)
 
 
-def _matrix(task: TaskResult, counts: Sequence[Sequence[int]]) -> draw.Panel:
-    size = len(counts)
+def _matrix(task: TaskResult, counts: npt.NDArray[np.int64], shown: Sequence[int]) -> draw.Panel:
+    size = len(shown)
     marks = [draw.Box(0, 0, size, size, "frame")]
-    for i, row in enumerate(counts):
-        for j, count in enumerate(row):
-            if count:
-                share, y = count / sum(row), size - 1 - i
-                tip = f"{task.classes[i]} predicted as {task.classes[j]}\n{count} of {sum(row)} ({percent(share)})"
+    for y, i in zip(range(size - 1, -1, -1), shown, strict=True):
+        total = int(counts[i].sum())
+        for x, j in enumerate(shown):
+            if count := int(counts[i, j]):
+                share = count / total
+                tip = f"{task.classes[i]} predicted as {task.classes[j]}\n{count} of {total} ({percent(share)})"
                 css, text = "right" if i == j else "wrong", str(count) if size <= MOST_COUNTS else ""
                 opacity = 0.12 + 0.8 * math.sqrt(share)
-                marks.append(draw.Box(j, y, j + 1, y + 1, css, tip, opacity=opacity, text=text))
+                marks.append(draw.Box(x, y, x + 1, y + 1, css, tip, opacity=opacity, text=text))
     every = math.ceil(size / 20)  # so many names at most
-    names = [(i, draw.fitted(name, 90)) for i, name in enumerate(task.classes) if i % every == 0]
+    names = [(i, draw.fitted(task.classes[shown[i]], 90)) for i in range(0, size, every)]
     return draw.Panel(
         draw.Axis("predicted as", 0, size, tuple((i + 0.5, name) for i, name in names)),
         draw.Axis("", 0, size, tuple((size - i - 0.5, name) for i, name in names)),

@@ -26,7 +26,7 @@ from spalier.errors import ConfigError, RunError, SpalierError, TaskFileError
 from spalier.files import reason
 from spalier.runs import Settings
 from spalier.runs.settings import RESUMABLE
-from spalier.tasks import SUFFIX, Store, Task, check_name
+from spalier.tasks import SUFFIX, Store, StoreReport, Task, TaskCost, check_name
 from spalier.text import clean, import_optional
 
 MEASURES = {"test": "test accuracy", "validation": "validation accuracy"}
@@ -328,7 +328,7 @@ def _block_result(path: Path, block: Mapping[str, Any], result: TaskResult) -> T
     words = clean(", ".join(f"{key} {value}" for key, value in machine.items()))[:300]
     return replace(
         result,
-        numbers={**result.numbers, **_known(numbers)},
+        numbers=_known({**result.numbers, **numbers}, result.target),
         facts={**result.facts, **({"machine": words} if words else {})},
         classes=classes,
         confusion=confusion,
@@ -366,8 +366,14 @@ def macro_f1(counts: Sequence[Sequence[int]]) -> float | None:
     return float((2 * of.diagonal()[both > 0] / both[both > 0]).mean()) if both.any() else None
 
 
-def _known(numbers: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: value for name, value in numbers.items() if value is not None}
+def _known(numbers: Mapping[str, float | None], target: float) -> dict[str, float]:
+    """The numbers that are known, with what follows from them."""
+    found = {name: value for name, value in numbers.items() if value is not None} | {"density": target}
+    if all(found.get(name) for name in ("bytes", "network", "base")):
+        cost = TaskCost("", int(found["bytes"]), int(found["network"]))
+        pays = StoreReport(int(found["base"]), (cost,)).break_even
+        found |= {} if pays is None else {"pays": pays}
+    return found
 
 
 def _counts(values: Any, shape: tuple[int, ...]) -> Any:
@@ -476,7 +482,7 @@ def _task_result(task: Task, run: str, settings: Mapping[str, Any], target: floa
         "base": f"{said.base.architecture[:12]} with values {said.base.values[:12]}",
         "versions": ", ".join(f"{name} {said.provenance.get(name, 'unknown')}" for name in ("spalier", "torch")),
     }
-    result = TaskResult(task.name, task.name, run, settings, target, _known(numbers), list(said.classes))
+    result = TaskResult(task.name, task.name, run, settings, target, _known(numbers, target), list(said.classes))
     return replace(result, layers=layers(task), facts=facts, architecture=said.base.architecture)
 
 
@@ -510,8 +516,8 @@ def _stored(task: Task, file_bytes: int) -> TaskResult:
         target = 1.0 if channels is None else round(channels[0] / channels[1], 2)
     methods = {kind.__name__: method for method, kind in ADAPTERS.items()}
     settings = {
-        "name": str(origin.get("run") or without_method(name)),
-        "data": str(origin.get("data") or without_method(name)),
+        "name": str(origin.get("run") or name),
+        "data": str(origin.get("data") or name),
         "classes": list(said.classes),
         "method": str(origin.get("method") or methods.get(said.adapter["kind"], said.adapter["kind"])),
         "rank": said.adapter.get("rank"),
@@ -522,7 +528,7 @@ def _stored(task: Task, file_bytes: int) -> TaskResult:
     }
     run = name if settings["seed"] is None else f"{name} seed {settings['seed']}"
     result = _task_result(task, run, settings, target)
-    return replace(result, numbers={**result.numbers, "bytes": file_bytes})
+    return replace(result, numbers=_known({**result.numbers, "bytes": file_bytes}, target))
 
 
 def split_name(name: str) -> tuple[str, float | None]:
@@ -537,13 +543,3 @@ def split_name(name: str) -> tuple[str, float | None]:
     if match is None or not 0 < float(match[2]) <= 100:
         return name, None
     return match[1], round(float(match[2]) / 100, 6)
-
-
-def without_method(name: str) -> str:
-    """A name without the method that was put into it.
-
-    >>> without_method("456-fine-pruning"), without_method("lora-birds"), without_method("explora")
-    ('456', 'birds', 'explora')
-    """
-    words = "|".join(map(re.escape, ADAPTERS))
-    return re.sub(rf"(^|[-_ ,])({words})(?=$|[-_ ,])", "", name).strip("-_ ,") or name

@@ -19,7 +19,7 @@ from typing import Any
 
 from spalier import files
 from spalier.errors import ConfigError
-from spalier.reporting.comparisons import Point, accuracy_figures, bytes_figures, method_name, missing, points
+from spalier.reporting.comparisons import Point, comparison_figures, method_name, missing, points
 from spalier.reporting.draw import Cell, Figure, density, to_svg
 from spalier.reporting.figures import learning_figure, network_figure, steps, task_figures
 from spalier.reporting.load import MEASURES, ReportData, Run, TaskResult, load
@@ -66,13 +66,13 @@ def report(
 def all_figures(data: ReportData) -> list[Figure]:
     """Every figure that there are numbers for, in the order of the page."""
     runs, taken = _shown_runs(data), set[str]()
-    found: list[Figure | None] = [*accuracy_figures(data)]
+    found: list[Figure | None] = [*comparison_figures(data)]
     endings = ["" if len(runs) == 1 else f"-{_file_name(run.name, taken)}" for run in runs]
     for run, ending in zip(runs, endings, strict=True):
         found += [network_figure(run, f"network{ending}"), learning_figure(run, f"learning{ending}")]
     for task in data.tasks:
         found += task_figures(task, _file_name(task.name if len(runs) == 1 else task.key, taken))
-    return [figure for figure in (*found, *bytes_figures(data)) if figure is not None]
+    return [figure for figure in found if figure is not None]
 
 
 def _shown_runs(data: ReportData) -> list[Run]:
@@ -119,10 +119,10 @@ def page(data: ReportData, figures: Sequence[Figure]) -> str:
     placed = defaultdict[tuple[str, str], list[Figure]](list)
     for figure in figures:
         placed[figure.place, figure.of].append(figure)
-    for place in ("overview", "files"):  # two in a row; where one would be alone, the first has a row of its own
-        halves = [i for i, figure in enumerate(placed[place, ""]) if not figure.wide]
-        if len(halves) % 2:
-            placed[place, ""][halves[0]] = replace(placed[place, ""][halves[0]], full=True)
+    overview = placed["overview", ""]  # two in a row; where one would be alone, the first has a row of its own
+    halves = [i for i, figure in enumerate(overview) if not figure.wide]
+    if len(halves) % 2:
+        overview[halves[0]] = replace(overview[halves[0]], full=True)
     text: str = environment.from_string(resource("page.html")).render(
         policy=policy,
         css=css,
