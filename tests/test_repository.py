@@ -99,10 +99,10 @@ INTEGRATIONS_LAYERS = [{"lightning", "transformers"}]
 REPORTING_LAYERS = [{"draw", "load"}, {"figures"}, {"comparisons"}, {"page"}]
 SERVE_LAYERS = [{"service"}, {"web"}, {"cluster"}]
 CLI_LAYERS = [
-    {"main", "demo"},
-    {"opening"},
+    {"opening", "demo"},
     {"serving"},
     {"commands", "task_commands"},
+    {"main"},
 ]
 PACKAGES = {
     "adapters": ADAPTER_LAYERS,

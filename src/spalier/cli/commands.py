@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import platform
+import re
 import shlex
 from importlib import metadata
 from pathlib import Path
@@ -14,8 +15,18 @@ import click
 
 import spalier
 from spalier.cli import opening
-from spalier.cli.main import EXISTING_FILE, EXISTING_FOLDER, FILE, FOLDER, Console, command
-from spalier.cli.opening import base_options, network_options, open_base, settings_option
+from spalier.cli.opening import (
+    EXISTING_FILE,
+    EXISTING_FOLDER,
+    FILE,
+    FOLDER,
+    Console,
+    base_options,
+    command,
+    network_options,
+    open_base,
+    settings_option,
+)
 from spalier.errors import DataError
 
 if TYPE_CHECKING:
@@ -313,36 +324,20 @@ def report(console: Console, folder: str, out: str | None, figures: str | None) 
 
 # env
 
-LIBRARIES = {
-    "torch": ("everything", "torch"),
-    "numpy": ("everything", "numpy"),
-    "safetensors": ("task files, weights", "safetensors"),
-    "click": ("the command line", "spalier[cli]"),
-    "jinja2": ("reports", "spalier[cli]"),
-    "resvg-py": ("figures as PNG", "spalier[report]"),
-    "accelerate": ("runs", "spalier[train]"),
-    "pillow": ("image data", "spalier[train]"),
-    "pyyaml": ("settings of runs", "spalier[train]"),
-    "scikit-learn": ("the digits: demo, quick runs", "spalier[train]"),
-    "tqdm": ("progress bars", "spalier[train]"),
-    "huggingface_hub": ("task push, task pull", "spalier[hub]"),
-    "onnx": ("export to ONNX, bench in onnxruntime", "spalier[onnx]"),
-    "onnxruntime": ("export to ONNX, bench in onnxruntime", "spalier[onnx]"),
-    "onnxscript": ("export to ONNX, bench in onnxruntime", "spalier[onnx]"),
-    "executorch": ("export to ExecuTorch", "executorch"),
-    "ray": ("sweeps and services on a cluster", "spalier[ray]"),
-    "fastapi": ("serve", "spalier[serve]"),
-    "uvicorn": ("serve", "spalier[serve]"),
-    "prometheus_client": ("serve", "spalier[serve]"),
-    "python-multipart": ("serve", "spalier[serve]"),
-    "torchvision": ("networks and data called torchvision:NAME", "torchvision"),
-    "timm": ("networks called timm:NAME", "timm"),
-    "transformers": ("networks called hf:NAME", "transformers"),
-    "datasets": ("data called hf:NAME", "datasets"),
-    "lightning": ("pruning in Lightning's loop", "lightning"),
-    "tensorboard": ("tracking of runs", "tensorboard"),
-}
-"""What each library is needed for, and what pip installs for it."""
+EXTRAS = ("train", "hub", "onnx", "cli", "serve", "ray", "report")
+"""Those that others include come first."""
+OTHERS = ("torchvision", "timm", "transformers", "datasets", "lightning", "tensorboard", "executorch")
+"""Libraries of no extra: networks and data by name, pruning in Lightning's loop, tracking, export."""
+
+
+def libraries() -> dict[str, str]:
+    """All that Spalier can use, and what pip installs for it."""
+    lines = metadata.requires("spalier") or ()
+    required = [match.groups() for line in lines if (match := re.match(r"([\w-]+)[^;]*(?:;.*extra == .(\w+))?", line))]
+    found: dict[str, str] = {}
+    for extra in (*reversed(EXTRAS), None):
+        found |= {name: f"spalier[{extra}]" if extra else name for name, its in required if its == extra}
+    return {name: pip for name, pip in found.items() if name != "spalier"} | {name: name for name in OTHERS}
 
 
 @command()
@@ -361,13 +356,11 @@ def env(console: Console) -> None:
         found |= _machine()
     except Exception as error:  # whatever a broken installation of torch raises
         found["torch"] = f"cannot be imported: {type(error).__name__}: {error}"
-    versions = {name: _version(name) for name in LIBRARIES}
+    to_install = libraries()
+    versions = {name: _version(name) for name in to_install}
     lines = [f"{name}: {value}" for name, value in found.items()]
-    rows = [
-        [name, versions[name] or "missing", needed_for, "" if versions[name] else f"pip install '{source}'"]
-        for name, (needed_for, source) in LIBRARIES.items()
-    ]
-    shown = table(["library", "version", "needed for", "to install it"], rows)
+    rows = [[n, versions[n] or "missing", "" if versions[n] else f"pip install '{to_install[n]}'"] for n in versions]
+    shown = table(["library", "version", "to install it"], rows)
     console.show("\n".join([*lines, "", shown]), {**found, "libraries": versions})
 
 

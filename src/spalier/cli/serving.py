@@ -14,8 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spalier.cli.main import Console, command
-from spalier.cli.opening import SUFFIX, base_options, load_task, one_file, open_base, run_beside, run_in
+from spalier.cli.opening import (
+    SUFFIX,
+    Console,
+    base_options,
+    command,
+    load_task,
+    one_file,
+    open_base,
+    run_beside,
+    run_in,
+)
 from spalier.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -16,10 +16,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import spalier
-from spalier.cli.main import EXISTING_FOLDER, FILE, FOLDER, Console, command
 from spalier.cli.opening import (
+    EXISTING_FOLDER,
+    FILE,
+    FOLDER,
     SUFFIX,
+    Console,
     base_options,
+    command,
     example_of,
     load_task,
     network_options,

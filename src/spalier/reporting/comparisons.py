@@ -183,8 +183,8 @@ COMPARISONS = (
     ),
     Comparison(
         *("break-even", "Break-even", "density", "density", "was asked for"),
-        "From how many tasks like this one on the base and their files take fewer bytes than networks of their own, in float32. "
-        "Tasks whose file is no smaller than that never pay.",
+        "From how many tasks like this one on the base and their files take fewer bytes than networks of their own, in "
+        "float32. Tasks whose file is no smaller than that never pay.",
         text=draw.density,
         measure="pays",
     ),
