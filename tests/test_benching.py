@@ -258,22 +258,6 @@ def test_everything_is_as_it_was_after_an_interrupt(task):
     assert not torch.is_inference_mode_enabled()
 
 
-def test_the_layout_of_the_base_is_the_batches(base):
-    seen = []
-
-    class Looking(nn.Sequential):
-        def forward(self, x):
-            if len(x) == 3:
-                seen.append(x.is_contiguous(memory_format=torch.channels_last))
-            return super().forward(x)
-
-    for laid in (torch.contiguous_format, torch.channels_last):
-        net = Looking(*copy.deepcopy(base)).to(memory_format=laid).eval()
-        bench(net, [], IMAGE, **{**QUICK, "batches": (3,)})
-        assert set(seen) == {laid is torch.channels_last}
-        seen.clear()
-
-
 def test_a_network_that_writes_into_its_input_is_measured_all_the_same(base):
     greedy = nn.Sequential(nn.ReLU(inplace=True), *copy.deepcopy(base)).eval()
     before = IMAGE.clone()
@@ -310,7 +294,7 @@ def test_networks_that_mix_samples_have_no_macs():
 
     found = bench(Mixing(3, 3).eval(), [], torch.ones(2, 3), **QUICK)
     assert [t.macs for t in found.timings] == [None, None]
-    assert "cannot be counted" in str(found)
+    assert " -  " in str(found)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,8 @@ INTEGRATIONS_LAYERS = [{"lightning", "transformers"}]
 REPORTING_LAYERS = [{"draw", "load"}, {"figures"}, {"comparisons"}, {"page"}]
 SERVE_LAYERS = [{"service"}, {"web"}, {"cluster"}]
 CLI_LAYERS = [
-    {"opening", "demo"},
+    {"console", "demo"},
+    {"opening"},
     {"serving"},
     {"commands", "task_commands"},
     {"main"},

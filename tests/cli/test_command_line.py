@@ -18,8 +18,8 @@ import pytest
 
 import spalier as package
 from spalier.cli.commands import EXTRAS, libraries
+from spalier.cli.console import Console
 from spalier.cli.main import EXIT_CODES, as_typed, cli
-from spalier.cli.opening import Console
 from spalier.networks import open_network
 
 ROOT = Path(__file__).resolve().parents[2]

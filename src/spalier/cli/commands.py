@@ -15,18 +15,8 @@ import click
 
 import spalier
 from spalier.cli import opening
-from spalier.cli.opening import (
-    EXISTING_FILE,
-    EXISTING_FOLDER,
-    FILE,
-    FOLDER,
-    Console,
-    base_options,
-    command,
-    network_options,
-    open_base,
-    settings_option,
-)
+from spalier.cli.console import EXISTING_FILE, EXISTING_FOLDER, FILE, FOLDER, Console, command
+from spalier.cli.opening import base_options, network_options, open_base, settings_option
 from spalier.errors import DataError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import click
 
 import spalier
 from spalier.cli.commands import bench, demo, env, eval_, report, sweep, trace, train
-from spalier.cli.opening import Console
+from spalier.cli.console import Console
 from spalier.cli.serving import predict, serve
 from spalier.cli.task_commands import task
 from spalier.errors import SpalierError

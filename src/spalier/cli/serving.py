@@ -14,17 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spalier.cli.opening import (
-    SUFFIX,
-    Console,
-    base_options,
-    command,
-    load_task,
-    one_file,
-    open_base,
-    run_beside,
-    run_in,
-)
+from spalier.cli.console import Console, command
+from spalier.cli.opening import SUFFIX, base_options, load_task, one_file, open_base, run_beside, run_in
 from spalier.errors import ConfigError
 
 if TYPE_CHECKING:

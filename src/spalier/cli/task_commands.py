@@ -16,22 +16,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import spalier
-from spalier.cli.opening import (
-    EXISTING_FOLDER,
-    FILE,
-    FOLDER,
-    SUFFIX,
-    Console,
-    base_options,
-    command,
-    example_of,
-    load_task,
-    network_options,
-    one_file,
-    open_base,
-    run_beside,
-    task_files,
-)
+from spalier.cli import opening
+from spalier.cli.console import EXISTING_FOLDER, FILE, FOLDER, Console, command
+from spalier.cli.opening import SUFFIX, base_options, example_of, load_task, network_options, one_file, open_base
 from spalier.errors import NetworkError, TaskFileError
 
 if TYPE_CHECKING:
@@ -101,7 +88,7 @@ def verify(console: Console, tasks: tuple[str, ...], base: str | None, **network
     """
     from spalier.text import table
 
-    files = task_files(tasks)
+    files = opening.task_files(tasks)
     net = None if base is None else open_base(base, **network)
     errors: dict[Path, TaskFileError | None] = dict.fromkeys(files)
     for file in files:
@@ -143,7 +130,7 @@ def build(console: Console, task: str, base: str | None, out: str, fold: bool, *
 
     ending = _checked_out(out, (".pt", ".safetensors"), task, network["weights"])
     file = one_file(task)
-    found, net = load_task(file), open_base(base or run_beside(file), **network)
+    found, net = load_task(file), open_base(base or opening.run_beside(file), **network)
     small = found.build(net, fold=fold)
     if ending == ".pt":
         buffer = io.BytesIO()
@@ -327,7 +314,7 @@ def export(console: Console, tasks: tuple[str, ...], base: str | None, out: str,
     from spalier.text import table
 
     shape, fold = options.pop("shape"), options.pop("fold")
-    paths, endings = task_files(tasks), {"onnx": ".onnx", "torch.export": ".pt2", "executorch": ".pte"}
+    paths, endings = opening.task_files(tasks), {"onnx": ".onnx", "torch.export": ".pt2", "executorch": ".pte"}
     if to is None:
         if len(paths) > 1:
             raise click.UsageError("there are several tasks: pass --to, such as --to onnx, and a folder.")
@@ -341,7 +328,7 @@ def export(console: Console, tasks: tuple[str, ...], base: str | None, out: str,
     for path, made in zip(paths, outs, strict=True):
         try:
             found = load_task(path)
-            small = found.build(opened(base or run_beside(path)), fold=fold)
+            small = found.build(opened(base or opening.run_beside(path)), fold=fold)
             entries.append(_export_task(found, small, path, made, shape))
             console.note(f"{found.name}: {entries[-1]['bytes']:,} bytes")
         except SpalierError as error:

@@ -30,7 +30,7 @@ _HEAD, _ROW = 0.3, 1.42  # what a heading and a row of images take, in widths of
 
 def steps(run: Run) -> list[TaskResult]:
     """The tasks of a run whose layers are those of the first one."""
-    shapes = [[(layer.name, layer.channels) for layer in task.layers] for task in run.tasks]
+    shapes = [[(name, len(kept)) for name, kept in task.layers.items()] for task in run.tasks]
     return [task for task, shape in zip(run.tasks, shapes, strict=True) if shape and shape == shapes[0]]
 
 
@@ -40,14 +40,13 @@ def network_figure(run: Run, name: str) -> draw.Figure | None:
     if not found:
         return None
     layers = found[-1].layers
-    widest, count = max(layer.channels for layer in layers), len(layers)
+    widest, count = max(map(len, layers.values())), len(layers)
     marks: list[draw.Mark] = [draw.Line([(0, -0.7), (0, count - 0.5)], "trunk")]
-    for i, layer in enumerate(layers):
-        reach = math.sqrt(layer.channels / widest)
-        marks.append(draw.Branch(i, layer.name, removed_at(found, i), len(found), reach))
+    for i, (layer, kept) in enumerate(layers.items()):
+        marks.append(draw.Branch(i, layer, removed_at(found, layer), len(found), math.sqrt(len(kept) / widest)))
     panel = draw.Panel(
         draw.Axis("input at the foot, head at the top", -1, 1),
-        draw.Axis("", -0.7, count - 0.4, tuple((float(i), x.name) for i, x in enumerate(layers)), grid=True),
+        draw.Axis("", -0.7, count - 0.4, tuple((float(i), layer) for i, layer in enumerate(layers)), grid=True),
         marks,
         f"density {draw.density(found[-1].target)}",
         height=min(max(440 / count, 13.0), 34.0) * (count + 0.3),
@@ -60,13 +59,13 @@ def network_figure(run: Run, name: str) -> draw.Figure | None:
         "Numbers are channels that are left."
     )
     columns = ["layer", "channels", *(f"left at {draw.density(task.target)}" for task in found)]
-    rows: draw.Rows = [[x.name, x.channels, *(t.layers[i].left for t in found)] for i, x in enumerate(layers)]
+    rows: draw.Rows = [[x, len(layers[x]), *(int(task.layers[x].sum()) for task in found)] for x in layers]
     return draw.Figure(name, "The network", caption, [panel], columns, rows, "run", run.name)
 
 
-def removed_at(found: Sequence[TaskResult], layer: int) -> list[int]:
+def removed_at(found: Sequence[TaskResult], layer: str) -> list[int]:
     """For each channel of a layer, the step from which on it is gone; the number of steps where it stays."""
-    kept = np.stack([task.layers[layer].kept for task in found])  # (steps, channels)
+    kept = np.stack([task.layers[layer] for task in found])  # (steps, channels)
     last = len(found) - np.argmax(kept[::-1], axis=0)
     removed: list[int] = np.where(kept.any(axis=0), last, 0).tolist()
     return removed

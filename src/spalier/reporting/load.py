@@ -59,24 +59,6 @@ _FOLLOWS = {
 """Settings that may follow from another one; where they do, a label does not repeat them."""
 
 
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """A layer of the base, and which of its output channels a task keeps."""
-
-    name: str
-    kept: npt.NDArray[np.bool_]
-
-    @property
-    def channels(self) -> int:
-        """How many the base has."""
-        return len(self.kept)
-
-    @property
-    def left(self) -> int:
-        """How many the task keeps."""
-        return int(self.kept.sum())
-
-
 @dataclass(frozen=True)
 class ScoreCounts:
     """How many units had which score before a prune: below the edges, in each bin, above them."""
@@ -115,7 +97,8 @@ class TaskResult:
     """What is known of test, validation, channels, weights, macs (shares), macs_left, learned, latency_ms, bytes..."""
     classes: Sequence[str] = ()
     confusion: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
-    layers: Sequence[Layer] = ()
+    layers: Mapping[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
+    """The layers of the base, and which output channels the task keeps of each."""
     scores: ScoreCounts | None = None
     examples: Sequence[Example] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -183,11 +166,11 @@ def load(source: str | os.PathLike[str]) -> ReportData:
     with _readable(folder, "a run, a sweep, a store, or a folder of runs", OSError):
         if (folder / "run.yaml").exists():
             return _load_runs("run", folder, [folder], {})
-        if (folder / "sweep.yaml").exists():
-            return _load_sweep(folder)
-        runs = {path.parent for pattern in ("*/run.yaml", "*/*/run.yaml") for path in folder.glob(pattern)}
-        if runs:
-            return _load_runs("folder of runs", folder, sorted(runs), {})
+        is_sweep = (folder / "sweep.yaml").exists()
+        paths = {path.parent for pattern in ("*/run.yaml", "*/*/run.yaml") for path in folder.glob(pattern)}
+        if paths or is_sweep:
+            kind = "sweep" if is_sweep else "folder of runs"
+            return _load_runs(kind, folder, sorted(paths), _failed(folder / "sweep.json"))
         if any(folder.glob(f"*{SUFFIX}")):
             return _load_store(folder)
         what = "holds no run.yaml, sweep.yaml or task files, and no run within two levels"
@@ -212,14 +195,13 @@ def _readable(path: Path, expected: str, errors: type[Exception] = Exception) ->
         raise _unusable(named, what, f"{expected}: restore it, or remove it and run again") from error
 
 
-def _load_sweep(folder: Path) -> ReportData:
-    failed: dict[str, str] = {}
-    path = folder / "sweep.json"
-    if path.exists():
-        with _readable(path, "the rows of a sweep"):
-            found = json.loads(path.read_text("utf-8"))["failed"]
-            failed = {clean(str(name)): clean(str(why)) for name, why in found.items()}
-    return _load_runs("sweep", folder, sorted(p.parent for p in folder.glob("*/run.yaml")), failed)
+def _failed(path: Path) -> dict[str, str]:
+    """The runs of a sweep that failed, and why."""
+    if not path.exists():
+        return {}
+    with _readable(path, "the rows of a sweep"):
+        found = json.loads(path.read_text("utf-8"))["failed"]
+        return {clean(str(name)): clean(str(why)) for name, why in found.items()}
 
 
 def _load_runs(kind: str, folder: Path, paths: Sequence[Path], failed: dict[str, str]) -> ReportData:
@@ -449,9 +431,9 @@ def _examples(path: Path, said: Mapping[str, Any], classes: int) -> list[Example
 # -- task files -------------------------------------------------------------------------------------------------------
 
 
-def layers(task: Task) -> list[Layer]:
+def layers(task: Task) -> dict[str, npt.NDArray[np.bool_]]:
     """The layers of the base with the channels that a task keeps of each, in the order of the network."""
-    found = []
+    found: dict[str, npt.NDArray[np.bool_]] = {}
     for row in task.table.rows:
         if len(row.shape) < 2 or row.path in task.table.heads:
             continue
@@ -460,7 +442,7 @@ def layers(task: Task) -> list[Layer]:
         for placement in row.axes[axis]:
             placement.keep_(kept, task.masks)
         keys = [key for key in row.keys if key.endswith("weight")]
-        found += [Layer(row.path if k == "weight" else f"{row.path}.{k}".strip("."), kept) for k in keys]
+        found |= {row.path if key == "weight" else f"{row.path}.{key}".strip("."): kept for key in keys}
     return found
 
 

@@ -6,7 +6,6 @@ import base64
 import csv
 import hashlib
 import io
-import json
 import os
 import re
 from collections import defaultdict
@@ -127,7 +126,7 @@ def page(data: ReportData, figures: Sequence[Figure]) -> str:
         policy=policy,
         css=css,
         js=js,
-        script_data=escaped_json(_script_data(data)),
+        script_data=_script_data(data),
         version=__version__,
         data=data,
         title=_title(data),
@@ -144,12 +143,6 @@ def page(data: ReportData, figures: Sequence[Figure]) -> str:
     return text
 
 
-def escaped_json(value: Any) -> str:
-    """JSON that cannot end the script element it lies in."""
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
 def _script_data(data: ReportData) -> dict[str, Any]:
     """What the script needs: the tasks in order, and how many channels are left of each layer."""
     tasks, networks = [], []
@@ -161,9 +154,9 @@ def _script_data(data: ReportData) -> dict[str, Any]:
             step = found.index(task) if task in found else None
             known = {"key": clean(task.key), "run": place, "step": step, "density": words, "said": words + seen}
             tasks.append(known)
-        layers = found[0].layers if found else ()
-        left = [[task.layers[i].left for task in found] for i in range(len(layers))]
-        networks.append([[clean(x.name), x.channels, left[i]] for i, x in enumerate(layers)])
+        layers = found[0].layers if found else {}
+        left = {x: [int(task.layers[x].sum()) for task in found] for x in layers}
+        networks.append([[clean(x), len(kept), left[x]] for x, kept in layers.items()])
     names = [clean(run.name) for run in _shown_runs(data)]
     return {"tasks": tasks, "networks": networks, "runs": names, "start": _first_shown(data)}
 
