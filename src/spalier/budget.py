@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -224,8 +223,9 @@ def _left_of(update: Update, weight: Tensor, indices: Indices | None, rank: int 
 
 ROUNDS = 4
 """How often a network is timed, in turns with the unpruned one."""
-ATTEMPTS = 4
-"""How often what was measured corrects the table."""
+CLOSE = 0.95
+"""How much of its budget a plan has to use; or so many steps of all are as fine as it gets."""
+FINEST = 100
 
 
 class Latency:
@@ -248,24 +248,17 @@ class Latency:
     ) -> tuple[int, float, float]:
         """How many steps bring the measured time within its share, that time, and the unpruned network's."""
         total = self._looked_up(self.meter.whole)
+        guess = first_step(most, lambda n: self._looked_up(kept_at(n)) <= share * total)
         tried: dict[int, tuple[float, float]] = {}
-        known = [(0.0, 0.0), (1.0, 1.0)]  # what the table says, and what was measured
-        for _ in range(ATTEMPTS):
-            said, measured = zip(*sorted(known), strict=True)
-            aim = float(np.interp(0.975 * share, np.maximum.accumulate(measured), said))
-            limit = max(aim, 1e-9) * total
-            found = first_step(most, lambda n, limit=limit: self._looked_up(kept_at(n)) <= limit)  # type: ignore[misc]
-            steps = most if found is None else found
-            if steps in tried:
-                break
+        low, high, steps = 0, most, most if guess is None else guess
+        while low <= high:  # a bisection that begins where the table says
             small, base = tried[steps] = self._measured(plan_at(steps), total)
-            known.append((self._looked_up(kept_at(steps)) / total, small / base))
-            if 0.95 * share <= small / base <= share:
+            is_within = small <= share * base
+            low, high = (low, steps - 1) if is_within else (steps + 1, high)
+            if is_within and (small >= CLOSE * share * base or high - low < most // FINEST):
                 break
-        while not _within(tried, share) and max(tried) < most:  # the table was too hopeful: go on
-            steps = min(most, max(tried) + max(1, most // 20))
-            tried[steps] = self._measured(plan_at(steps), total)
-        reached = _within(tried, share)
+            steps = (low + high + 1) // 2
+        reached = [steps for steps, (small, base) in tried.items() if small <= share * base]
         if not reached:
             least = min(small / base for small, base in tried.values())
             raise BudgetError(
@@ -325,10 +318,6 @@ def first_step(most: int, holds: Callable[[int], bool]) -> int | None:
     """The smallest number of steps at which something holds that goes on to hold; None if it never does."""
     found = bisect_left(range(most + 1), True, key=holds)
     return None if found > most else found
-
-
-def _within(tried: dict[int, tuple[float, float]], share: float) -> list[int]:
-    return [steps for steps, (small, base) in tried.items() if small <= share * base]
 
 
 def _plain(net: nn.Module) -> nn.Module:

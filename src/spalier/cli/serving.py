@@ -105,7 +105,7 @@ def serve(console: Console, store: str, base: str | None, **options: Any) -> Non
         spalier serve tasks --base resnet50 --weights w.pth --host 0.0.0.0 --cache 4096
         spalier serve tasks --base my_package:make --ray --replicas 4
     """
-    network = {name: options.pop(name) for name in ("weights", "classes", "options")}
+    network = {name: options.pop(name) for name in ("weights", "pretrained", "classes", "options")}
     place = Path(store) / "tasks" if run_in(Path(store)) is not None else Path(store)
     if not store.startswith("hub:") and not place.is_dir():
         raise click.BadParameter(f"there is no folder {store}; expected a store, a run or hub:OWNER/NAME.")

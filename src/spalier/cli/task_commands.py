@@ -360,19 +360,14 @@ def _export_task(task: Task, net: nn.Module, path: Path, out: Path, shape: str |
     # torch.export takes an axis of size 1 for a constant, so a free batch is exported with 2 samples.
     example = example_of(net, 1 if is_fixed else 2, shape, [task])
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    difference = _export(net, example, out, _said(task, digest))
+    said = {"classes": list(info.classes), "preprocessing": info.preprocessing}
+    words = {"task": task.name, "licence": info.licence, "sha256": digest, "version": spalier.__version__}
+    words |= {name: json.dumps(value) for name, value in said.items()}  # ONNX knows nothing but text
+    difference = _export(net, example, out, words)
     made = {"sha256": hashlib.sha256(out.read_bytes()).hexdigest(), "bytes": out.stat().st_size, "task_sha256": digest}
     inputs = [1 if is_fixed else None, *tensors_of(example)[0].shape[1:]]  # None is a batch of any size
-    said = {"classes": list(info.classes), "preprocessing": info.preprocessing, "metrics": info.metrics}
-    return {"task": task.name, "file": out.name, **made, "input": inputs, **said, "difference": difference}
-
-
-def _said(task: Task, digest: str) -> dict[str, str]:
-    """What whoever runs the network has to know; as text, since ONNX knows nothing else."""
-    info = task.info
-    plain = {"classes": list(info.classes), "preprocessing": info.preprocessing}
-    words = {"task": task.name, "licence": info.licence, "sha256": digest}
-    return {**words, **{name: json.dumps(value) for name, value in plain.items()}, "version": spalier.__version__}
+    shown = {"input": inputs, **said, "metrics": info.metrics, "difference": difference}
+    return {"task": task.name, "file": out.name, **made, **shown}
 
 
 def _export(net: nn.Module, example: Inputs, out: Path, said: Mapping[str, str]) -> float:

@@ -195,7 +195,7 @@ def _scores_figure(task: TaskResult, scores: ScoreCounts, name: str) -> draw.Fig
     panels = [_histogram(stream, scores.edges, *counts) for stream, counts in streams[:MOST_STREAMS]]
     if len(streams) != 1:
         kept, removed = (np.sum([counts[i] for _, counts in streams], axis=0).tolist() for i in (0, 1))
-        panels.insert(0, _histogram("all streams", scores.edges, kept, removed, large=True))
+        panels.insert(0, _histogram("all streams", scores.edges, kept, removed))
     measured = f"{scores.criterion}, {scores.samples} samples"
     caption = f"Units by normalised score ({measured}), before the prune to this task."
     if len(streams) > MOST_STREAMS:
@@ -212,9 +212,7 @@ def _scores_figure(task: TaskResult, scores: ScoreCounts, name: str) -> draw.Fig
     return draw.Figure(*names, panels, columns, rows, "task", task.key, panel_width=150, key=key)
 
 
-def _histogram(
-    title: str, edges: Sequence[float], kept: Sequence[int], removed: Sequence[int], large: bool = False
-) -> draw.Panel:
+def _histogram(title: str, edges: Sequence[float], kept: Sequence[int], removed: Sequence[int]) -> draw.Panel:
     factor = edges[-1] / edges[-2]
     bounds = [edges[0] / factor, *edges, edges[-1] * factor]
     marks: list[draw.Mark] = []
@@ -227,9 +225,9 @@ def _histogram(
     most = max(1, *(stay + go for stay, go in zip(kept, removed, strict=True)))
     across = tuple((t, f"{t:.3g}") for t in draw.log_ticks(bounds[0], bounds[-1], 4))
     up = tuple((t, f"{t:.0f}") for t in draw.linear_ticks(0, most, 3) if t == int(t))
-    x = draw.Axis("normalised score" if large else "", bounds[0], bounds[-1], across, log=True)
+    x = draw.Axis("", bounds[0], bounds[-1], across, log=True)
     y = draw.Axis("", 0, most * 1.05, up, grid=True)
-    return draw.Panel(x, y, marks, title, height=140 if large else 64, span=large)
+    return draw.Panel(x, y, marks, title, height=64)
 
 
 def _examples_figure(task: TaskResult, name: str) -> draw.Figure:
@@ -248,7 +246,7 @@ def _examples_figure(task: TaskResult, name: str) -> draw.Figure:
             y -= _HEAD
         for place, example in enumerate(group):
             down, x = divmod(place, across)
-            marks += (_text if is_text else _image)(task, example, x, y - row * (down + 1))
+            marks += _example(task, example, x, y - row * (down + 1))
         y -= row * math.ceil(len(group) / across)
     panel = draw.Panel(draw.Axis("", 0, _ACROSS), draw.Axis("", y, 0), marks, height=-y * 336 / _ACROSS)
     caption = f"Test {kind}s that the network is most confident of, with its confidence" + (
@@ -261,24 +259,21 @@ def _examples_figure(task: TaskResult, name: str) -> draw.Figure:
     return draw.Figure(*names, [panel], columns, rows, "task", task.key)
 
 
-def _text(task: TaskResult, example: Example, x: float, y: float) -> list[draw.Mark]:
-    """A sentence in at most two lines, below what it is."""
+def _example(task: TaskResult, example: Example, x: float, y: float) -> list[draw.Mark]:
+    """An image above what it is, or a sentence in at most two lines below that."""
     label, guess = task.classes[example.label], task.classes[example.guess]
-    words = draw.fitted(label if label == guess else f"{label} → {guess}", 280, 10)
-    lines = textwrap.wrap(example.text, 62, max_lines=2, placeholder=" …")
-    head = draw.Text(x, y + 0.44, f"{words}, {percent(example.confidence, 0)}", "small quiet")
-    shown = [draw.Text(x, y + 0.28 - 0.15 * i, draw.fitted(each, 336, 10), "small") for i, each in enumerate(lines)]
-    return [head, *shown]
-
-
-def _image(task: TaskResult, example: Example, x: float, y: float) -> list[draw.Mark]:
-    label, guess = task.classes[example.label], task.classes[example.guess]
-    css, words = "right", draw.fitted(label, 76, 10)
-    if example.label != example.guess:
-        css, words = "wrong", f"{draw.fitted(label, 31, 10)} → {draw.fitted(guess, 31, 10)}"
+    is_right, sure = example.label == example.guess, percent(example.confidence, 0)
+    if not example.png:
+        words = draw.fitted(label if is_right else f"{label} → {guess}", 280, 10)
+        lines = textwrap.wrap(example.text, 62, max_lines=2, placeholder=" …")
+        shown = [draw.Text(x, y + 0.28 - 0.15 * i, draw.fitted(line, 336, 10), "small") for i, line in enumerate(lines)]
+        return [draw.Text(x, y + 0.44, f"{words}, {sure}", "small quiet"), *shown]
+    names = [label] if is_right else [label, guess]
+    words = " → ".join(draw.fitted(name, 76 if is_right else 31, 10) for name in names)
     tip = f"{label} predicted as {guess}\nconfidence {percent(example.confidence)}"
+    css = "right" if is_right else "wrong"
     return [
         draw.Box(x, y + 0.43, x + 0.92, y + 1.35, css, tip, png=example.png),
         draw.Text(x, y + 0.26, words, "small"),
-        draw.Text(x, y + 0.1, percent(example.confidence, 0), "small quiet"),
+        draw.Text(x, y + 0.1, sure, "small quiet"),
     ]

@@ -103,7 +103,6 @@ class TaskResult:
     examples: Sequence[Example] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
     """What else the task's file says."""
-    architecture: str = ""
 
 
 @dataclass(frozen=True)
@@ -456,16 +455,10 @@ def _task_result(task: Task, run: str, settings: Mapping[str, Any], target: floa
             numbers |= {name: pair[0] / pair[1], f"{name}_left": pair[0], f"{name}_of": pair[1]}
     if said.density.weights is not None:
         numbers["network"], numbers["base"] = (4 * count for count in said.density.weights)
-    options = ", ".join(f"{k}={v}" for k, v in said.adapter.items() if k != "kind")
-    facts = {
-        "adapter": f"{said.adapter['kind']}({options})",
-        "storage": said.storage,
-        "licence": said.licence or "not stated",
-        "base": f"{said.base.architecture[:12]} with values {said.base.values[:12]}",
-        "versions": ", ".join(f"{name} {said.provenance.get(name, 'unknown')}" for name in ("spalier", "torch")),
-    }
+    facts = dict(said.lines())
+    versions = ", ".join(f"{name} {facts.pop(name, 'unknown')}" for name in ("spalier", "torch"))
     result = TaskResult(task.name, task.name, run, settings, target, _known(numbers, target), list(said.classes))
-    return replace(result, layers=layers(task), facts=facts, architecture=said.base.architecture)
+    return replace(result, layers=layers(task), facts={**facts, "versions": versions})
 
 
 # -- stores -----------------------------------------------------------------------------------------------------------

@@ -23,8 +23,7 @@ from spalier.reporting.draw import Cell, Figure, density, to_svg
 from spalier.reporting.figures import learning_figure, network_figure, steps, task_figures
 from spalier.reporting.load import MEASURES, ReportData, Run, TaskResult, load
 from spalier.runs.checkpoint import write_errors
-from spalier.tasks import SUFFIX
-from spalier.text import byte_size, clean, first_few, import_optional, percent, short_number
+from spalier.text import byte_size, clean, first_few, import_optional, percent
 
 TASK_WIDTH, HALF_WIDTH, NETWORK_WIDTH, MIDDLE_WIDTH, FULL_WIDTH = 344, 544, 640, 700, 1120
 MOST_ROWS, MOST_TASK_ROWS = 1000, 200
@@ -32,6 +31,16 @@ MOST_ROWS, MOST_TASK_ROWS = 1000, 200
 PNG_SCALE = 3
 ORIGINS = ("machine", "versions")
 """Facts of tasks that the page's head names too."""
+FACTS = {
+    "test": ("test accuracy", "{:.2%}"),
+    "test_f1": ("F1 (macro), test", "{:.2%}"),
+    "validation": ("validation accuracy", "{:.2%}"),
+    "validation_f1": ("F1 (macro), validation", "{:.2%}"),
+    "latency_ms": ("latency", "{:.3g} ms for one sample"),
+    "bytes": ("file", "{:,.0f} bytes"),
+    "network": ("network of its own", "{:,.0f} bytes in float32"),
+}
+"""Of a task, beside what its file says."""
 _FONT = "DejaVu Sans"
 
 
@@ -265,25 +274,8 @@ def _summary_row(data: ReportData, point: Point) -> list[str]:
 
 def _facts(task: TaskResult) -> dict[str, str]:
     """All that is known of a task."""
-    known = task.numbers
-    found = {"density asked for": density(task.target)}
-    for name, words in MEASURES.items():
-        f1 = f", F1 {percent(known[f'{name}_f1'], 2)} (macro)" if f"{name}_f1" in known else ""
-        found |= {words: percent(known[name], 2) + f1} if name in known else {}
-    for word in ("channels", "weights", "MACs"):
-        if (share := known.get(word.lower())) is not None:
-            left, of = (short_number(known.get(f"{word.lower()}_{which}")) for which in ("left", "of"))
-            found[word] = f"{percent(share)} ({left} of {of})"
-    forms = {
-        "learned": ("learned", "{:,.0f} parameters"),
-        "latency_ms": ("latency", "{:.3g} ms for one sample"),
-        "bytes": ("file", f"{{:,.0f}} bytes, {task.name}{SUFFIX}"),
-        "network": ("network of its own", "{:,.0f} bytes in float32"),
-    }
-    found |= {word: form.format(known[name]) for name, (word, form) in forms.items() if name in known}
-    if (seed := task.settings.get("seed")) is not None:
-        found["seed"] = str(seed)
-    return found | dict(task.facts)
+    found = {words: form.format(task.numbers[name]) for name, (words, form) in FACTS.items() if name in task.numbers}
+    return {"density asked for": density(task.target), **found, **task.facts}
 
 
 # -- files for papers -------------------------------------------------------------------------------------------------
