@@ -254,11 +254,9 @@ def test_a_repeat_is_no_seed(tmp_path):
     for name, seed in (("b", 0), ("c", 1)):
         write_run(tmp_path / name, seed=seed, extras=False)
     found = load(tmp_path)
-    assert dict(found.repeats) == {"a": "b"}
-    assert [run.name for run in found.runs] == ["b", "c"]
-    assert [task.key for task in points(found)[0].tasks] == ["b/birds-100", "c/birds-100"]
-    text = page(found, all_figures(found))
-    assert "<bdi>a</bdi> repeats <bdi>b</bdi>" in text
+    keys = [[task.key for task in point.tasks] for point in points(found)]
+    assert keys[:2] == [["a/birds-100", "c/birds-100"], ["b/birds-100"]]
+    page(found, all_figures(found))
 
 
 def test_the_same_density_twice_is_no_seed(tmp_path):

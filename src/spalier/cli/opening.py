@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -261,17 +261,13 @@ def values_of(text: str) -> tuple[str, list[Any]]:
 
 def _setting(name: str, raw: str) -> Any:
     """A value as its setting means it: text is text, 4,5,6 a list where a list is expected."""
-    from spalier.runs import Settings
+    from spalier.runs.settings import checked
 
-    hint = get_type_hints(Settings).get(name)
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if raw == "null" or raw.startswith("["):
-        return _value(raw)
-    for kind in kinds:
-        if get_origin(kind) is tuple:
-            of_text = get_args(kind)[0] is str
-            return [part if of_text else _value(part) for part in raw.split(",")]
-    return raw if str in kinds else _value(raw)
+    readings = (_value, lambda text: list(map(_value, text.split(","))), lambda text: text.split(","), str)
+    for read in () if raw.startswith("[") else readings:  # the first that the setting takes
+        with contextlib.suppress(ConfigError, KeyError, click.BadParameter):
+            return checked(name, read(raw))
+    return _value(raw)  # the setting takes it, or says what it expects
 
 
 def _split(text: str, option: str) -> tuple[str, str]:

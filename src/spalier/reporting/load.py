@@ -142,8 +142,6 @@ class ReportData:
     failed: Mapping[str, str] = field(default_factory=dict)
     """Runs that failed and files that cannot be read, with what is wrong."""
     date: str = ""
-    repeats: Mapping[str, str] = field(default_factory=dict)
-    """Runs that are not shown, and the run with the same settings and seed that is shown instead."""
 
     @property
     def tasks(self) -> list[TaskResult]:
@@ -211,12 +209,10 @@ def _load_runs(kind: str, folder: Path, paths: Sequence[Path], failed: dict[str,
         runs.append(_load_run(path, name, settings[name], failed))
     first, *others = settings.values() or [{}]
     shared = {n: v for n, v in first.items() if n not in RESUMABLE and all(other[n] == v for other in others)}
-    repeats = repeated(settings, {run.name: len(run.tasks) for run in runs})
-    runs = [run for run in runs if run.name not in repeats]
     names = varied([first, *others])
     if len({task.settings.get("code") for run in runs for task in run.tasks}) > 1:
         names.append("code")
-    return ReportData(kind, folder.absolute().name, runs, shared, names, failed, _newest(folder), repeats)
+    return ReportData(kind, folder.absolute().name, runs, shared, names, failed, _newest(folder))
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -244,19 +240,6 @@ def varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
             known = len(pairs[leader])  # one that follows adds no pair
             names = [n for n in names if n not in followers or len(pairs[n]) > known]
     return sorted(names, key=lambda n: (_ORDER.index(n) if n in _ORDER else len(_ORDER), n))
-
-
-def repeated(settings: Mapping[str, Mapping[str, Any]], lengths: Mapping[str, int]) -> dict[str, str]:
-    """Runs that another one repeats, seed included, and that other one: the one with most tasks, or the first.
-
-    >>> repeated({"a": {"seed": 0}, "b": {"seed": 0}, "c": {"seed": 1}}, {"a": 2, "b": 3, "c": 3})
-    {'a': 'b'}
-    """
-    alike: dict[str, list[str]] = {}
-    for name, run in settings.items():
-        alike.setdefault(_as_text({n: v for n, v in run.items() if n not in RESUMABLE}), []).append(name)
-    shown = {name: max(names, key=lambda n: lengths[n]) for names in alike.values() for name in names}
-    return {name: other for name, other in shown.items() if name != other}
 
 
 def _as_text(value: Any) -> str:
