@@ -332,7 +332,7 @@ def libraries() -> dict[str, str]:
 
 @command()
 def env(console: Console) -> None:
-    """Show versions, devices, and which libraries are missing for what. Add this to a report of a defect.
+    """Show versions, devices, and which libraries are missing. Add this to a report of a defect.
 
     Examples:
         spalier env
