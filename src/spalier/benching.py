@@ -485,10 +485,9 @@ def noise(net: nn.Module, tasks: Iterable[Task] = (), batch: int = 1, shape: Seq
         channels = next((m.in_channels for m in net.modules() if isinstance(m, nn.Conv2d)), 3)
         shape = () if type(size) is not int else (size,) if reads else (channels, size, size)
     if not shape or (reads and len(shape) > 1):
+        found = f"the shape is {tuple(shape)}" if shape else "there is no example, and the tasks do not tell one size"
         expected = "how many tokens a text has, such as 32" if reads else "the shape of one input, such as 3,224,224"
-        raise ExampleError(
-            f"there is no example, and the tasks do not tell one size; pass example= or --shape: {expected}"
-        )
+        raise ExampleError(f"{found}; pass example=, or on the command line --shape: {expected}")
     if reads:
         return tokens(batch, *shape)
     return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0)).to(_dtype(net))

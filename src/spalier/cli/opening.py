@@ -12,7 +12,7 @@ import click
 
 import spalier
 from spalier.cli.console import FILE
-from spalier.errors import ConfigError, RunError, TaskFileError, WeightsError
+from spalier.errors import ConfigError, ExampleError, RunError, TaskFileError, WeightsError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -216,7 +216,10 @@ def example_of(net: nn.Module, batch: int, shape: str | None, tasks: Sequence[Ta
     """A batch for a network: images of a shape, or texts of so many tokens, as typed or as tasks were learned with."""
     from spalier.benching import noise
 
-    return noise(net, tasks, batch, None if shape is None else numbers(shape, "--shape", "3,224,224"))
+    try:
+        return noise(net, tasks, batch, None if shape is None else numbers(shape, "--shape", "3,224,224"))
+    except ExampleError as error:
+        raise click.UsageError(f"{error}.") from error
 
 
 def numbers(text: str, option: str, example: str) -> tuple[int, ...]:
