@@ -422,7 +422,7 @@ def test_a_checkpoint_becomes_a_task(base, tmp_path, spalier):
         called = spalier(*wrong)
         assert called.code in (1, 2)
         assert words in called.err
-    assert "NAME.task.safetensors" in spalier(*command[:-4], "-o", tmp_path / "a.zip").err
+    assert "ends in .task.safetensors" in spalier(*command[:-4], "-o", tmp_path / "a.zip").err
 
 
 def test_loras_come_and_go(base, tmp_path, spalier):
