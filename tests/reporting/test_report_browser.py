@@ -132,7 +132,7 @@ def point(browser, key, figure="accuracy-learned"):
 
 
 def hover(browser, mark):
-    """The driver scrolls before it moves, and the page, which hides its tip on a scroll, hears of that a frame later."""
+    """The driver scrolls before it moves; the page hides its tip on a scroll, of which it hears a frame later."""
     ActionChains(browser).move_to_element(mark).perform()
     browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
     ActionChains(browser).move_by_offset(1, 0).perform()
