@@ -59,6 +59,7 @@ UPWARDS = {
 ADAPTER_LAYERS = [{"geometry", "codes"}, {"kinds"}, {"forward", "targets"}, {"attachment", "calls"}, {"attach"}]
 STRUCTURE_LAYERS = [
     {"labels"},
+    {"recording"},
     {"graph"},
     {"movement", "arithmetic"},
     {"streams"},
