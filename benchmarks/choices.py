@@ -1,7 +1,10 @@
-"""Two choices of defaults, measured on five networks: how scores of coupled writers are brought together, and rates.
+"""Three choices of defaults, measured on five networks: how scores of coupled writers are brought together, the floor
+under every layer, and rates.
 
 - *aggregate*: a network is fine-tuned once and pruned in one go to a share of its channels or of its MACs, by the sum,
   the mean or the largest of coupled writers' scores. Norms are recalibrated, then it learns on for a little.
+- *floor*: pruned step by step and learned on after each, as the fast recipe does it, with `select`'s own floor under
+  every layer and without one.
 - *learning*: SGD and AdamW at several rates, several starts, rates for each factor; whole, then pruned to 30%.
 
     SPALIER_DATA=folder/with/data SPALIER_WEIGHTS=folder/with/weights python3 benchmarks/choices.py
@@ -53,6 +56,8 @@ torchvision_ops.declare()  # transformers looks for torchvision as it is importe
 RESULTS = Path(__file__).parent / "results" / "choices.json"
 BATCH, EVALUATED = 32, 250
 AGGREGATES = ("sum", "mean", "max")
+FLOORS: dict[str, dict[str, Any]] = {"half": {}, "none": {"min_keep": 1}}
+STEPS, FLOOR_SEEDS = (0.7, 0.5, 0.3, 0.2, 0.1), 2
 KEYS = ("whole", "pruned", "learned", "channels", "macs")
 SCORED, SCORED_AT_ONCE = 256, 64
 Batch = tuple[Tensor, Tensor]
@@ -306,9 +311,9 @@ Note = Callable[[str, Callable[[], dict[str, Any]]], None]
 """Measures an entry, unless the results have it."""
 
 
-def prune_(case: Case, net: nn.Module, scores: Any, budget: dict[str, Any], aggregate: Any) -> dict[str, float]:
+def prune_(case: Case, net: nn.Module, scores: Any, options: dict[str, Any], aggregate: Any) -> dict[str, float]:
     """Prune in one go; what is left, in percent."""
-    plan = sp.select(net, scores, aggregate=aggregate, **budget)
+    plan = sp.select(net, scores, aggregate=aggregate, **options)
     has_norms = any(isinstance(module, nn.BatchNorm2d) for module in net.modules())
     recover = sp.Recovery(case.batches(), adapters=False, head=False) if has_norms else None
     sp.prune_(net, plan, recover=recover, check=False)
@@ -338,6 +343,30 @@ def aggregates(case: Case, note: Note) -> None:
         note(f"aggregate/{case.name}/{budget} {share:.0%}/{how}/{seed}", partial(one, budget, share, how, seed))
 
 
+def floors(case: Case, note: Note) -> None:
+    """Each from the same fine-tuned network, by the same steps and batches."""
+    tune = Contender(sp.FineTune(), "adamw", case.lr)
+
+    @cache
+    def walk(budget: str, floor: str, seed: int) -> dict[float, dict[str, Any]]:
+        net = attached(case, tune.adapter, seed)
+        learn_(case, tune, net, case.epochs[0], seed)
+        whole, found = accuracy(case, net), {}
+        for number, share in enumerate(STEPS):
+            scores = sp.score(net, case.batches(), loss=F.cross_entropy)
+            left = prune_(case, net, scores, {budget: share, **FLOORS[floor]}, "mean")
+            pruned = accuracy(case, net)
+            learn_(case, tune, net, case.epochs[1], seed + 100 + number)
+            found[share] = {"whole": whole, "pruned": pruned, "learned": accuracy(case, net), "left": left}
+        return found
+
+    def one(budget: str, floor: str, seed: int, share: float) -> dict[str, Any]:
+        return walk(budget, floor, seed)[share]
+
+    for seed, budget, floor, share in product(range(FLOOR_SEEDS), case.budgets, FLOORS, (0.3, 0.1)):
+        note(f"floor/{case.name}/{budget} {share:.0%}/{floor}/{seed}", partial(one, budget, floor, seed, share))
+
+
 def learning(case: Case, note: Note) -> None:
     """Every contender: whole, then at 30%."""
 
@@ -365,10 +394,11 @@ def mean_of(found: Found, entry: str, key: str) -> str:
 def shown(found: Found) -> str:
     """A table for each question."""
     flat = {name: {**entry, **entry["left"]} for name, entry in found.items()}
-    budgets = sorted({tuple(name.split("/")[1:3]) for name in flat if name.startswith("aggregate/")})
     first = [
-        [net, budget, how, *(mean_of(flat, f"aggregate/{net}/{budget}/{how}", key) for key in KEYS)]
-        for (net, budget), how in product(budgets, AGGREGATES)
+        [net, budget, question, how, *(mean_of(flat, f"{question}/{net}/{budget}/{how}", key) for key in KEYS)]
+        for question, answers in (("aggregate", AGGREGATES), ("floor", tuple(FLOORS)))
+        for net, budget in sorted({tuple(name.split("/")[1:3]) for name in flat if name.startswith(f"{question}/")})
+        for how in answers
     ]
     nets = [name for name in CASES if any(key.startswith(f"learning/{name}/") for key in flat)]
     second = [
@@ -376,7 +406,7 @@ def shown(found: Found) -> str:
         for name in contenders()
     ]
     titles = ["", *(title for net in nets for title in (net, "at 30%"))]
-    return f"{table(['network', 'left', 'aggregate', *KEYS], first)}\n\n{table(titles, second)}"
+    return f"{table(['network', 'left', 'choice', '', *KEYS], first)}\n\n{table(titles, second)}"
 
 
 def main() -> None:
@@ -404,6 +434,7 @@ def main() -> None:
         torch.manual_seed(0)  # for new heads
         case = CASES[name](options.data, options.weights)
         aggregates(case, note)
+        floors(case, note)
         learning(case, note)
     print(shown(found))
 

@@ -138,6 +138,16 @@ def test_recurrent_layers(kind):
     assert sp.count(net, torch.randn(7, 3, 8), samples=3).macs == want
 
 
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_what_a_parametrization_computes_is_no_samples(samples):
+    """A spectral norm multiplies weights, 25 times here, which no two samples can share."""
+    norms = nn.utils.parametrizations
+    net = nn.Sequential(norms.weight_norm(nn.Linear(3, 4)), norms.spectral_norm(nn.Linear(4, 5)))
+    counted = sp.count(net, torch.randn(samples, 3))
+    assert counted.macs == 3 * 4 + 4 * 5
+    assert counted.by_module()["1.parametrizations.weight"].parameters == 20
+
+
 class Products(nn.Module):
     def forward(self, a, b, c):
         return torch.baddbmm(c, a, b).sum() + torch.einsum("bij,bjk->ik", a, b) + torch.addbmm(c[0], a, b)

@@ -10,8 +10,10 @@ import pytest
 SCRIPTS = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
 
 
-def test_there_are_some():
-    assert {"own_images", "own_loop", "timm_network"} <= {script.stem for script in SCRIPTS}
+def test_there_are_five_and_the_readme_has_them():
+    assert [script.stem for script in SCRIPTS] == ["bert", "own_images", "own_loop", "serve", "timm_network"]
+    readme = (SCRIPTS[0].parents[1] / "README.md").read_text()
+    assert re.findall(r"\(examples/(\w+)\.py\)", readme) == ["own_images", "timm_network", "bert", "own_loop", "serve"]
 
 
 @pytest.mark.slow

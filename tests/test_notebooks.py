@@ -6,6 +6,7 @@ from pathlib import Path
 
 import nbclient
 import nbformat
+import notebook_pages
 import pytest
 from jupyter_client.manager import AsyncKernelManager
 
@@ -55,6 +56,16 @@ def test_notebooks_are_committed_without_outputs(path):
     assert code
     assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
     assert notebook.cells[0].source.startswith("# ")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_badge_opens_colab_and_the_site_has_its_words_alone(path):
+    colab = "https://colab.research.google.com"
+    first = nbformat.read(path, as_version=4).cells[0].source
+    assert f"[![Open in Colab]({colab}/assets/colab-badge.svg)]({colab}/" in first
+    shown = notebook_pages.page(path)
+    assert f"\n[Open in Colab]({colab}/" in shown
+    assert "![" not in shown
 
 
 @pytest.mark.slow

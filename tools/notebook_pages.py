@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def page(path: Path) -> str:
     title, *rest = map(_written, cells)
     note = f"*This page is `notebooks/{path.name}` of the repository: run it there and look at what it prints.*"
     text = "\n\n".join([title, note, *rest]) + "\n"
+    text = re.sub(r"\[!\[([^\]]*)\]\([^)]*\)\]", r"[\1]", text)  # the site loads no picture from another host
     return text.replace("](../docs/", "](../")  # links that hold in the repository hold on the site
 
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from spalier.adapters.forward import updates
 from spalier.errors import ExampleError
-from spalier.structure.graph import arguments, as_base, hooked
+from spalier.structure.graph import arguments, as_base, computes_weights, hooked
 from spalier.text import InNotebooks, table
 
 
@@ -64,7 +64,10 @@ class Count(InNotebooks):
 
     @property
     def macs(self) -> int | None:
-        """Multiply-accumulates of one sample, attention's included; None without an example."""
+        """Multiply-accumulates of one sample, attention's included; None without an example.
+
+        What parametrizations compute of weights alone is no sample's, and is left out.
+        """
         return None if self.samples is None else sum(m.macs or 0 for m in self.modules)
 
     @property
@@ -132,7 +135,9 @@ def _by_module(
         learned = [p for u in updates(module).values() for p in _uncounted(counted, list(u.parameters()))]
         learned = [p for p in (*learned, *parameters) if p.requires_grad]
         if own or learned or macs.get(module) or normed.get(module):  # containers are not listed
-            ran = None if samples is None else _per_sample(macs.get(module, 0), samples)
+            ran = (
+                None if samples is None else _per_sample(0 if computes_weights(name) else macs.get(module, 0), samples)
+            )
             paper = None if ran is None else ran + 2 * _per_sample(normed.get(module, 0), samples or 1)
             rows.append(
                 ModuleCount(
@@ -237,35 +242,17 @@ def _countable(net: nn.Module) -> Iterator[None]:
 def _formulas() -> dict[Any, Any]:
     """Operations that PyTorch's counter leaves out on CPUs, in its unit: two for each multiply-accumulate."""
     aten = torch.ops.aten
-
-    def attention(query: list[int], key: list[int], value: list[int], *_: Any, **__: Any) -> int:
-        *batch, positions, size = query
-        return 2 * torch.Size(batch).numel() * positions * key[-2] * (size + value[-1])
-
-    def matrix_vector(matrix: list[int], *_: Any, **__: Any) -> int:
-        return 2 * torch.Size(matrix).numel()
-
-    def added_matrix_vector(_: Any, matrix: list[int], *__: Any, **___: Any) -> int:
-        return 2 * torch.Size(matrix).numel()
-
-    def recurrent(x: list[int], inputs: list[int], hidden: list[int], *_: Any, **__: Any) -> int:
-        return 2 * torch.Size(x[:2]).numel() * (torch.Size(inputs).numel() + torch.Size(hidden).numel())
-
-    def bilinear(x: list[int], weight: list[int], y: list[int], *_: Any, **__: Any) -> int:
-        samples, outputs = x[0], weight[0] if len(weight) == 3 else weight[1]
-        return 2 * samples * outputs * (x[-1] * y[-1] + y[-1])
-
-    def added_batch(_: Any, a: list[int], b: list[int], *__: Any, **___: Any) -> int:
-        return 2 * torch.Size(a).numel() * b[-1]
-
+    # shapes of the arguments come in
     return {
-        aten._trilinear: bilinear,
-        aten.addbmm: added_batch,
-        aten.mkldnn_rnn_layer: recurrent,
-        aten._scaled_dot_product_flash_attention_for_cpu: attention,
-        aten.mv: matrix_vector,
-        aten.dot: matrix_vector,
-        aten.addmv: added_matrix_vector,
+        aten._trilinear: lambda x, w, y, *_, **__: 2 * x[0] * w[0 if len(w) == 3 else 1] * (x[-1] + 1) * y[-1],
+        aten.addbmm: lambda _, a, b, *__, **___: 2 * math.prod(a) * b[-1],
+        aten.mkldnn_rnn_layer: lambda x, w, h, *_, **__: 2 * math.prod(x[:2]) * (math.prod(w) + math.prod(h)),
+        aten._scaled_dot_product_flash_attention_for_cpu: (
+            lambda q, k, v, *_, **__: 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+        ),
+        aten.mv: lambda matrix, *_, **__: 2 * math.prod(matrix),
+        aten.dot: lambda vector, *_, **__: 2 * math.prod(vector),
+        aten.addmv: lambda _, matrix, *__, **___: 2 * math.prod(matrix),
     }
 
 

@@ -234,8 +234,8 @@ def test_predictions_come_true_in_all_kinds_of_networks(entry):
     net, example = entry.make(), entry.example()
     structure = sp.trace(net, example)
     scores = sp.score(net, criterion="random", structure=structure)
-    for options in ({}, {"writers": "free"}):
-        assert_comes_true(net, sp.select(net, scores, channels=0.6, min_keep=1, **options), example)
+    for options in ({}, {"writers": "free"}, {"min_keep": 1}, {"min_keep": 1, "writers": "free"}):
+        assert_comes_true(net, sp.select(net, scores, channels=0.6, **options), example)
 
 
 def test_predictions_come_true_where_one_unit_is_left():

@@ -7,7 +7,9 @@ import re
 import shlex
 from pathlib import Path
 
+import pictures
 import pytest
+from PIL import Image
 
 from spalier.cli.demo import BATCH_SIZE, CODES, DENSITIES, TASKS, _verdict
 from spalier.cli.main import main
@@ -113,6 +115,16 @@ def test_the_report_is_there_and_the_next_commands_work(folder, spalier, monkeyp
         assert spalier(*shlex.split(line)[1:]).code == 0, line
     assert spalier(*shlex.split(following[2])[1:], "--rounds", "6", "--batch", "1").code == 0
     assert " train --data digits" in following[3]
+
+
+@pytest.mark.slow
+def test_the_pictures_of_the_docs_are_made_of_it(folder, tmp_path, fonts):
+    pictures.make_pictures(folder / "runs", tmp_path)
+    page = (ROOT / "docs" / "report.md").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == set(re.findall(r"\(assets/(\S+\.png)\)", page))
+    for path in tmp_path.iterdir():
+        with Image.open(path) as picture:
+            assert picture.width > 1000
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path, spalier):

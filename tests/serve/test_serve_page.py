@@ -24,14 +24,14 @@ def served(tmp_path_factory):
         yield client, locked, folder
 
 
-def look(browser, client, width=1200, dark=False):
+def look(browser, client, width=1200, dark=False, path=""):
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
     browser.get("about:blank")
     browser.get_log("browser")
-    browser.get(str(client.base_url))
+    browser.get(f"{client.base_url}/{path}")
 
 
 def says(browser, words):
@@ -61,6 +61,30 @@ def test_every_task_says_what_it_thinks_of_an_image(browser, served, width, dark
     assert browser.get_log("browser") == []
     back = browser.find_element(By.TAG_NAME, "body").value_of_css_property("background-color")
     assert (sum(int(part) for part in back[back.index("(") + 1 : -1].split(",")[:3]) < 200) == dark
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (360, True)])
+def test_the_interface_is_described_without_another_host(browser, served, width, dark):
+    """At the edge there is no internet."""
+    _, locked, _ = served
+    look(browser, locked, width, dark, "docs")
+    says(browser, "One base, many tasks")
+    titles = [title.text for title in browser.find_elements(By.TAG_NAME, "h2")]
+    described = locked.get("/openapi.json").json()["paths"]
+    assert titles == [f"{method.upper()} {path}" for path, methods in described.items() for method in methods]
+    text = browser.find_element(By.ID, "requests").text
+    for words in (
+        "top, in the query: integer, from 1",
+        "image/*",
+        "texts (array of string)",
+        "images (array of base64)",
+    ):
+        assert words in text
+    assert f"curl {locked.base_url}/v1/tasks" in text
+    asked = browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert [name for name in asked if not name.startswith(str(locked.base_url))] == []
+    assert browser.execute_script(WIDER) <= 0
+    assert browser.get_log("browser") == []
 
 
 def test_what_tasks_say_is_shown_and_never_run(browser, served):

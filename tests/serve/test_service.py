@@ -130,7 +130,10 @@ def test_health_metrics_and_the_description(client):
     assert float(read["spalier_ready_bytes"]) > 0
     described = client.get("/openapi.json").json()["paths"]["/v1/tasks/{name}/predict"]["post"]
     assert {"image/*", "application/json", "multipart/form-data"} <= set(described["requestBody"]["content"])
-    assert "swagger" in client.get("/docs").text
+    page = client.get("/docs")
+    assert "openapi.json" in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "//" not in re.sub(r"</?script>|</?style>", "", page.text), "the page names another host"
 
 
 # refusals

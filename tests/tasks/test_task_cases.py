@@ -288,9 +288,10 @@ def test_a_smaller_network_of_transformers_refuses_save_pretrained(tmp_path):
     example = {"pixel_values": torch.randn(2, 3, 32, 32)}
     sp.attach_(net, sp.SPLoRA(rank=2), head="classifier", example=example)
     whole = sp.Task.of(net, "whole").build(base)
+    assert "save_pretrained" not in vars(sp.fuse(net))
     sp.prune_(net, sp.select(net, sp.score(net, None, "weight"), channels=0.5))
     small = sp.Task.of(net, "small").build(base)
-    for each in (small, copy.deepcopy(small)):
+    for each in (small, copy.deepcopy(small), sp.fuse(net)):
         with pytest.raises(NetworkError, match=r"smaller than its configuration.*Task\.save.*torch\.save"):
             each.save_pretrained(tmp_path / "small")
     assert not (tmp_path / "small").exists()

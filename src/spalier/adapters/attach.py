@@ -414,6 +414,7 @@ def fuse(net: nn.Module) -> nn.Module:
     _check_arrived(net, plain, attachment, memo)
     twin.remove_()
     twin.reset_flags_()
+    attachment.pruned.refuse_saving_(plain)
     return plain
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from spalier.adapters.forward import OWN_FORWARD, adapter_name, divert_, undivert_, updates
 from spalier.adapters.geometry import Added, Described
 from spalier.adapters.kinds import Update
-from spalier.errors import AttachmentError
+from spalier.errors import AttachmentError, NetworkError
 from spalier.text import table
 
 _ABSENT = "(absent)"
@@ -75,6 +75,11 @@ class Changes:
     def tensors(self) -> list[Tensor]:
         """The tensors that gave way to others."""
         return [value for *_, value in self.entries if isinstance(value, Tensor)]
+
+    def refuse_saving_(self, plain: nn.Module) -> None:
+        """A smaller network cannot be saved by transformers."""
+        if self.entries and hasattr(plain, "save_pretrained"):
+            plain.__dict__["save_pretrained"] = SavingRefused()
 
 
 def moved(before: Any, now: Any) -> Any:
@@ -375,3 +380,25 @@ def fused_value(owners: Mapping[str, list[Owner]], name: str) -> Tensor:
     """A tensor as the network computes with it: its adapter is fused."""
     tensor, update = owners[name][0].tensor.detach(), update_of(owners[name])
     return tensor if update is None else update(tensor)
+
+
+class SavingRefused:
+    """In place of ``save_pretrained``: the files would name the base's sizes, and nothing could load them.
+
+    Pickled it is a text, so that whoever loads the network needs nothing of Spalier.
+    """
+
+    words = (
+        "the network is smaller than its configuration says, so from_pretrained could not load what save_pretrained "
+        "writes; save its task (Task.save) and build it on the base (Task.build), or the network itself (torch.save)"
+    )
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Say what to do instead."""
+        raise NetworkError(self.words)
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self.words,)
+
+    def __deepcopy__(self, _: object) -> SavingRefused:
+        return self

@@ -255,7 +255,7 @@ class Settings:
         >>> Settings(rank=8).replace(seed=3).seed
         3
         """
-        check_known(changes, "replace")
+        check_known(changes, "what was given")
         return type(self)(**{**self.given, **changes})
 
     def fitted(self, samples: int, side: int, parameters: int | None = None) -> Self:

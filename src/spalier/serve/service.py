@@ -105,11 +105,6 @@ class Service:
         self._builders, self._runners = (ThreadPoolExecutor(count, f"spalier-{name}") for name in ("build", "run"))
         self._build_slots, self._run_slots = asyncio.Semaphore(count), asyncio.Semaphore(count)
 
-    def close(self) -> None:
-        """Let the threads end when what they do is done."""
-        for pool in (self._builders, self._runners):
-            pool.shutdown(wait=False, cancel_futures=True)
-
     @contextlib.asynccontextmanager
     async def admitted(self) -> AsyncIterator[None]:
         """A place among the requests that are under way, for a limited time."""

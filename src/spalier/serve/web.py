@@ -77,14 +77,16 @@ class Metrics:
 
 def make_app(backend: Backend, token: str | None = None) -> FastAPI:
     """The routes over whoever answers."""
-    app = FastAPI(title="Spalier", version=spalier.__version__, summary="One base, many tasks", redoc_url=None)
+    about: dict[str, Any] = {"title": "Spalier", "version": spalier.__version__, "summary": "One base, many tasks"}
+    app = FastAPI(**about, docs_url=None, redoc_url=None)  # FastAPI's own pages load scripts from another host
     metrics = Metrics(backend)
     app.add_middleware(Guard, token=token, metrics=metrics)
     app.state.backend = backend
 
     @app.get("/", include_in_schema=False)
-    async def page() -> HTMLResponse:
-        text, policy = page_and_policy()
+    @app.get("/docs", include_in_schema=False)
+    async def page(request: Request) -> HTMLResponse:
+        text, policy = page_and_policy("docs" if request.url.path.endswith("/docs") else "page")
         return HTMLResponse(text, headers={"Content-Security-Policy": policy})
 
     @app.get("/healthz", summary="Whether the service runs")
@@ -209,9 +211,9 @@ _HEADERS = [
 
 
 @cache
-def page_and_policy() -> tuple[str, str]:
-    """The page, and a policy under which nothing runs but what is in it."""
-    text = package_files("spalier.serve").joinpath("page.html").read_text("utf-8")
+def page_and_policy(name: str) -> tuple[str, str]:
+    """A page, and a policy under which nothing runs but what is in it."""
+    text = package_files("spalier.serve").joinpath(f"{name}.html").read_text("utf-8")
 
     def digest(tag: str) -> str:
         inside = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)

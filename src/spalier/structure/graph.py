@@ -487,8 +487,14 @@ class Walk:
             self.statistics.append(Statistic(node, kept))
 
     def note_cost(self, times: int, tensor: str, axes: Iterable[int], fields: Iterable[list[Ints]]) -> None:
-        """What a contraction costs."""
-        self.terms.append(Term(self.place, times, tensor, tuple(axes), tuple(fields)))
+        """What a contraction of samples costs."""
+        if not computes_weights(self.place):
+            self.terms.append(Term(self.place, times, tensor, tuple(axes), tuple(fields)))
+
+
+def computes_weights(module: str) -> bool:
+    """Whether a module is a parametrization: what it computes is done once for all samples, however many there are."""
+    return ".parametrizations." in f".{module}."
 
 
 def _narrowed(array: Tensor) -> tuple[Tensor, list[int]]:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, NoneType
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,7 +24,7 @@ from spalier.adapters.geometry import (
     plain_tensors,
     tensors_of,
 )
-from spalier.errors import NetworkError, SpalierError, TaskFileError
+from spalier.errors import SpalierError, TaskFileError
 from spalier.tasks.format import architecture_digest, quoted, summary_of, values_digest, version_of
 from spalier.tasks.table import Table
 
@@ -223,25 +223,3 @@ def _copies_itself(module: nn.Module) -> bool:
     """
     says = [parent for parent in type(module).__mro__[:-1] if not _COPYING.isdisjoint(vars(parent))]
     return any(not p.__module__.startswith("torch.nn.modules.") or issubclass(p, nn.RNNBase) for p in says)
-
-
-class SavingRefused:
-    """In place of ``save_pretrained``: the files would name the base's sizes, and nothing could load them.
-
-    Pickled it is a text, so that whoever loads the network needs nothing of Spalier.
-    """
-
-    words = (
-        "the network is smaller than its configuration says, so from_pretrained could not load what save_pretrained "
-        "writes; save its task (Task.save) and build it on the base (Task.build), or the network itself (torch.save)"
-    )
-
-    def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Say what to do instead."""
-        raise NetworkError(self.words)
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (self.words,)
-
-    def __deepcopy__(self, _: object) -> SavingRefused:
-        return self

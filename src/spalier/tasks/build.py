@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from spalier.adapters.attachment import SavingRefused
 from spalier.adapters.calls import corrected_with, noting
 from spalier.adapters.codes import packed_size, per_byte, top, unpack
 from spalier.adapters.geometry import Geometry
@@ -31,7 +32,7 @@ from spalier.pruning.modules import (
     resized_by_tensors,
     spread_output,
 )
-from spalier.tasks.base import NUMPY_DTYPES, Base, Outputs, SavingRefused, Weight
+from spalier.tasks.base import NUMPY_DTYPES, Base, Outputs, Weight
 from spalier.tasks.dry_run import inputs_of, output_shapes, zeros
 from spalier.tasks.format import largest, quoted
 from spalier.tasks.memory import Pool
