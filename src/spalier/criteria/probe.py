@@ -28,7 +28,7 @@ from spalier.adapters.attachment import attachment_of, fused_value, is_marked, o
 from spalier.errors import ScoreError
 from spalier.pruning.modules import base_scale, run_attention
 from spalier.pruning.plan import Kept, kept_of
-from spalier.structure.graph import hooked, in_eval_mode
+from spalier.structure.graph import hooked
 from spalier.structure.sites import Side, Site, layer_name
 from spalier.structure.streams import kept_indices
 from spalier.structure.structure import Structure
@@ -378,8 +378,6 @@ _LARGE = 1 << 17
 Place = tuple[int, str]
 """A stream's number, and the layer whose channels are looked at."""
 Values = dict[Place, Tensor]
-Measure = Callable[[Any, Any], Tensor]
-"""From values and gradients, (samples, positions, channels) or None, to (samples, channels)."""
 
 
 class Probe:
@@ -443,8 +441,11 @@ class Probe:
                 )
         return list(self.structure.sites)
 
-    def watch(self, site: Site) -> Watch:
-        """How a site is watched in the network as it is now."""
+    def watches(self) -> list[Watch]:
+        """How every site is watched in the network as it is now."""
+        return [self._watch(site) for site in self.sites()]
+
+    def _watch(self, site: Site) -> Watch:
         size = len(site.units[0][1])
         left = kept_indices(site.units, size, self.kept.streams)
         if site.writer in self.kept.writers and site.side == "output":
@@ -454,40 +455,23 @@ class Probe:
         where = np.where(units >= 0, np.searchsorted(alive, units), len(alive))
         return Watch(site, torch.from_numpy(where), len(alive))
 
-    def observe(
+    def means(
         self,
+        watches: list[Watch],
         batches: Any,
-        loss: Any,
-        measure: Measure,
+        one: Callable[[Batch], list[Tensor | None]],
         *,
         what: str,
-        gradients: bool = True,
-        values: bool = True,
         signed: bool = False,
         literal: bool = False,
     ) -> Values:
-        """Run batches through the twin and average what ``measure`` says of every site."""
-        twin = self.twin()
-        watches = [self.watch(site) for site in self.sites()]
+        """The means over all samples of what ``one`` gives for each batch: (samples, units) for every site."""
         totals = Totals(watches, signed)
-        with in_eval_mode(twin):
-            if literal:
-                for norm in (m for m in twin.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)):
-                    norm.training = True  # the published code scored in train mode
-            with watched(twin, watches, measure, gradients=gradients, values=values, before_norm=literal) as record:
-                for batch in batches_of(batches, self.net, what):
-                    self._observe_one(twin, batch, loss, record, gradients)
-                    totals.add(record.take(), batch, literal)
+        for batch in batches_of(batches, self.net, what):
+            with torch.inference_mode(False):
+                totals.add(one(batch), batch, literal)
         self.samples = totals.samples
         return totals.means()
-
-    def _observe_one(self, twin: nn.Module, batch: Batch, loss: Any, record: Any, gradients: bool) -> None:
-        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
-            record.start(batch.size)
-            output = batch.run(twin)
-            if gradients:
-                value = loss_of(loss, output, batch, twin)
-                (value * batch.size).backward()  # the mean of all; here every sample counts as one
 
 
 class Totals:

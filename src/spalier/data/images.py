@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from spalier.data.data import BadFile, Images, Ints, digest, held_out, limited
+from spalier.data.data import BadFile, Data, Images, Ints, Split, digest, held_out, limited
 from spalier.errors import ConfigError, DataError
 from spalier.text import first_few, import_optional, printable
 
@@ -143,6 +143,22 @@ class Samples:
         single = [self.classes[i] for i in np.flatnonzero(counts == 1)]
         note = (f"validation: none of {first_few(single)}, of one sample each",) if single else ()
         return replace(self._held_out(share, seed, VALIDATION), notes=(*self.notes, *note))
+
+    def to_data(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        preprocessing: dict[str, Any],
+        make: Callable[[Ints], Split],
+        contents: Iterable[str],
+    ) -> Data:
+        """The data of these samples, where ``make`` gives the split of some of them; the digest is of ``contents``."""
+        train, *others = (make(np.flatnonzero(self.splits == split)) for split in (TRAIN, VALIDATION, TEST))
+        validation, test = (split if len(split) else None for split in others)
+        *first, said = contents
+        found = digest(*first, self.labels, self.splits, said, *self.classes)
+        splits = (train, validation, test)
+        return Data(name, self.classes, shape, *splits, preprocessing, found, skipped=self.bad, notes=self.notes)
 
     def _held_out(self, share: float, seed: int, split: int) -> Samples:
         splits, training = self.splits.copy(), np.flatnonzero(self.splits == TRAIN)

@@ -22,14 +22,12 @@ from spalier.data.data import (
     check_labels,
     check_share,
     class_names,
-    digest,
     gather_labels,
 )
 from spalier.data.images import (
     SPLIT_NAMES,
     TEST,
     TRAIN,
-    VALIDATION,
     File,
     Samples,
     decode_files,
@@ -37,7 +35,7 @@ from spalier.data.images import (
     pillow,
     usual_size,
 )
-from spalier.data.texts import LABEL_COLUMNS, TEXT_COLUMNS, column_of, find_texts, text_data, to_samples
+from spalier.data.texts import columns_of, find_texts, text_data, to_samples
 from spalier.errors import ConfigError, DataError
 from spalier.text import check_integer, first_few, import_optional, printable
 
@@ -109,20 +107,13 @@ def open_data(
     samples = replace(samples.at(rows), bad=(*samples.bad, *wrong))
     samples.check(name, "images", skip_bad)
     samples = samples.with_validation(share, seed)
-    chosen = [np.flatnonzero(samples.splits == split) for split in (TRAIN, VALIDATION, TEST)]
-    train, validation, test = (ArraySplit(decoded.images, rows[at], samples.labels[at], preprocessing) for at in chosen)
-    contents = (f"{file.name}\0{decoded.digests[i]}" for i, file in zip(rows, samples.files, strict=True))
-    return Data(
-        name=name,
-        classes=samples.classes,
-        shape=(3, preprocessing.size, preprocessing.size),
-        train=train,
-        validation=validation if len(validation) else None,
-        test=test if len(test) else None,
-        preprocessing=preprocessing.as_dict(),
-        digest=digest(*contents, samples.labels, samples.splits, str(preprocessing), *samples.classes),
-        skipped=samples.bad,
-        notes=samples.notes,
+    contents = [f"{file.name}\0{decoded.digests[i]}" for i, file in zip(rows, samples.files, strict=True)]
+    return samples.to_data(
+        name,
+        (3, preprocessing.size, preprocessing.size),
+        preprocessing.as_dict(),
+        lambda at: ArraySplit(decoded.images, rows[at], samples.labels[at], preprocessing),
+        [*contents, str(preprocessing)],
     )
 
 
@@ -170,8 +161,7 @@ def _find_texts(
     library = import_optional("datasets", f"hf:{printable(rest)}", DataError)
     splits = _hugging_face_splits(library, rest)
     features = splits[TRAIN].features
-    text = column_of(name, list(features), text_column, TEXT_COLUMNS, "text_column")
-    label = column_of(name, list(features), label_column, LABEL_COLUMNS, "label_column") if labels else ""
+    text, label = columns_of(name, list(features), text_column, label_column, labels=labels)
     classes = getattr(features[label], "names", None) if labels else None
     rows = (
         (split, f"{SPLIT_NAMES[split][0]}/{i}", words, said)

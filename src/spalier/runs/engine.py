@@ -38,7 +38,7 @@ from spalier.refitting import refit_
 from spalier.runs import learning
 from spalier.runs.checkpoint import WIDE, Checkpoint, Position, RunFolder, load_checkpoint, save_checkpoint
 from spalier.runs.learning import Evaluation, evaluate
-from spalier.runs.narrow import Form, hold_budget_, restore_unrounded_, unrounded, write_narrow_
+from spalier.runs.narrow import Form, hold_budget_, set_values_, unrounded, write_narrow_
 from spalier.runs.processes import Machine, Progress, StopSignals, sum_gradients_, sum_over_ranks
 from spalier.runs.settings import Settings, seed_of
 from spalier.selecting import select
@@ -150,7 +150,7 @@ class Engine:
         self.best, self.started = checkpoint.best, time.monotonic() - checkpoint.seconds
         self._load_teacher()
         checkpoint.task.apply_(self.net, example=self.example)
-        restore_unrounded_(self.net, checkpoint.part("unrounded"))
+        set_values_(self.net, checkpoint.part("unrounded"))
         if self.position.form:
             self._set_wide(Task.load(self.folder.path / WIDE))
         if checkpoint.plan is not None:
@@ -269,11 +269,11 @@ class Engine:
             return None
         now = learning.values_of(self.net)
         if self.average is not None:
-            learning.set_values_(self.net, self.average.values)
+            set_values_(self.net, self.average.values)
         accuracy = self.evaluate(self.net, self.data.validation).accuracy
         if self.config.keep_best and (self.best is None or accuracy > self.best):
             self.best, self.best_values = accuracy, learning.values_of(self.net)
-        learning.set_values_(self.net, now)
+        set_values_(self.net, now)
         self.net.train()
         return accuracy
 
@@ -282,9 +282,9 @@ class Engine:
     def finish(self) -> None:
         """End a block: what was learned becomes a task file and a row."""
         if self.best_values:
-            learning.set_values_(self.net, self.best_values)
+            set_values_(self.net, self.best_values)
         elif self.average is not None and self.position.epoch:
-            learning.set_values_(self.net, self.average.values)
+            set_values_(self.net, self.average.values)
         for name, parameter in learning.learned_parameters(self.net).items():
             if not bool(torch.isfinite(parameter).all()):
                 raise self._not_finite(f"{name} has become NaN or infinite")

@@ -213,16 +213,6 @@ def values_of(net: nn.Module) -> Tensors:
     return found | {name: b.detach().clone() for name, b in net.named_buffers()}
 
 
-@torch.no_grad()
-def set_values_(net: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Put such a copy back."""
-    own = dict(net.named_parameters()) | dict(net.named_buffers())
-    for name, value in values.items():
-        if name not in own or own[name].shape != value.shape:
-            raise RunError("checkpoint", f"the checkpoint's {name!r} does not fit the network")
-        own[name].copy_(value)
-
-
 def digest(net: nn.Module) -> str:
     """One number for all values of the base."""
     found = hashlib.sha256()
@@ -238,9 +228,8 @@ def digest(net: nn.Module) -> str:
 class Average:
     """An exponential moving average of what is learned, statistics of norms included."""
 
-    def __init__(self, net: nn.Module, decay: float, values: Mapping[str, Tensor] | None = None) -> None:
-        self.decay = decay
-        self.values = dict(values) if values else values_of(net)
+    def __init__(self, net: nn.Module, decay: float) -> None:
+        self.decay, self.values = decay, values_of(net)
 
     @torch.no_grad()
     def update_(self, net: nn.Module) -> None:
@@ -495,9 +484,8 @@ def _counts(values: Any, edges: Any) -> list[int]:
     >>> _counts(np.array([-1.0, 1.0, 1.5, 4.0]), np.array([1.0, 2.0, 4.0]))
     [1, 2, 1, 0]
     """
-    places = np.searchsorted(edges, values, side="right")
-    places[values == edges[-1]] = len(edges) - 1
-    counted: list[int] = np.bincount(places, minlength=len(edges) + 1).tolist()
+    highest = np.nextafter(edges[-1], np.inf)
+    counted: list[int] = np.histogram(values, [-np.inf, *edges[:-1], highest, np.inf])[0].tolist()
     return counted
 
 

@@ -204,8 +204,8 @@ def unrounded(net: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def restore_unrounded_(net: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Put them back."""
+def set_values_(net: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Put values of parameters and buffers back."""
     own = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     for name, value in values.items():
         if name not in own or own[name].shape != value.shape:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.nn.functional import all_reduce
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -185,6 +186,11 @@ _NORMS = {
 }
 
 
+def _summed(x: Tensor) -> Tensor:
+    """A sum over ranks whose gradient is the sum of all ranks' gradients."""
+    return all_reduce(x) if is_distributed() else x
+
+
 def _batch_norm(x: Tensor, given: Mapping[str, Any]) -> Tensor:
     momentum, eps = given.get("momentum"), given.get("eps")
     momentum, eps = 0.1 if momentum is None else momentum, 1e-5 if eps is None else eps  # PyTorch's defaults
@@ -193,9 +199,9 @@ def _batch_norm(x: Tensor, given: Mapping[str, Any]) -> Tensor:
     shape = [1, -1, *[1] * (x.dim() - 2)]
     wide = x.float()
     count = sum_over_ranks(torch.full((1,), x.numel() / x.shape[1], device=x.device))
-    mean = _Sum.apply(wide.sum(axes)) / count  # type: ignore[no-untyped-call]
+    mean = _summed(wide.sum(axes)) / count
     centred = wide - mean.view(shape)
-    var = _Sum.apply(centred.square().sum(axes)) / count  # type: ignore[no-untyped-call]
+    var = _summed(centred.square().sum(axes)) / count
     with torch.no_grad():
         if running_mean is not None and running_var is not None:
             unbiased = var * (count / (count - 1).clamp(min=1))
@@ -208,18 +214,6 @@ def _batch_norm(x: Tensor, given: Mapping[str, Any]) -> Tensor:
         out = out + given["bias"].view(shape)
     result: Tensor = out.to(x.dtype)
     return result
-
-
-class _Sum(torch.autograd.Function):
-    """A sum over ranks whose gradient is the sum of all ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return sum_over_ranks(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return sum_over_ranks(grads[0])
 
 
 # signals

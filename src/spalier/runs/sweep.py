@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import indent
@@ -100,7 +100,7 @@ class Sweep:
 
         Args:
             folder: where the sweep is kept; on a cluster, on storage that all nodes share.
-            jobs: how many runs at once on this machine; more than one have a process each, of a Ray that is started here.
+            jobs: how many runs at once on this machine; more than one are tasks of a Ray that is started here.
             place: this machine, or a Ray cluster, which decides by itself how many run at once.
             threads: of each run; by default its share of the processors, and on Ray one.
             gpus: of each run, on Ray.

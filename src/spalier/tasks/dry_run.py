@@ -203,12 +203,6 @@ def _pairwise(x: Tensor, other: Any, **kwargs: Any) -> Sequence[int] | None:
     return x.shape if x.shape == other.shape else tuple(torch.broadcast_shapes(x.shape, other.shape))
 
 
-def _in_place(x: Tensor, other: Any, **kwargs: Any) -> Sequence[int] | None:
-    shape = _pairwise(x, other, **kwargs)
-    _fits(shape is None or tuple(shape) == tuple(x.shape), "a sum in place", x.shape)
-    return shape
-
-
 _RULES: dict[Any, Callable[..., Sequence[int] | None]] = {
     F.linear: _linear,
     **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d), _convolution),
@@ -217,7 +211,6 @@ _RULES: dict[Any, Callable[..., Sequence[int] | None]] = {
     F.scaled_dot_product_attention: _attention,
     **dict.fromkeys((torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__), _product),
     **dict.fromkeys((torch.add, torch.mul, Tensor.add, Tensor.mul, Tensor.__add__, Tensor.__mul__), _pairwise),
-    **dict.fromkeys((Tensor.add_, Tensor.mul_, Tensor.__iadd__, Tensor.__imul__), _in_place),
     **dict.fromkeys(
         (F.relu, F.gelu, F.silu, F.softmax, F.dropout, torch.relu, Tensor.relu), lambda x, *args, **kwargs: x.shape
     ),
