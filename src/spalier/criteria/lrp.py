@@ -70,7 +70,6 @@ def explain(twin: nn.Module, batch: Batch, record: Record) -> list[Tensor | None
         )
     logits.backward(_one_hot(logits, batch))
     return _or_nothing(record.take(), batch)
-    return _or_nothing(record.take(), batch)
 
 
 def _logits(output: Any) -> Tensor:

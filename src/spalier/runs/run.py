@@ -40,8 +40,8 @@ TITLES = [{"macs": "MACs", "latency_ms": "ms"}.get(name, name) for name in COLUM
 """Of the columns that are printed. Times are measured, and differ from run to run."""
 _GIVEN = "given:"
 _OF_DATA = (
-    *("image_size", "validation_split", "seed", "skip_bad", "cache_folder", "max_train_samples", "classes"),
-    *("max_length", "text_column", "label_column"),
+    *("seed", "max_length", "max_train_samples", "classes", "image_size", "validation_split"),
+    *("skip_bad", "cache_folder", "text_column", "label_column"),
 )
 """The settings that `open_data` takes under the same names."""
 
@@ -236,13 +236,7 @@ def _name_objects(config: Settings, network: nn.Module | None, data: Data | None
     if data is not None:
         if not isinstance(data, Data):
             raise ConfigError(f"data is a {type(data).__name__}, expected spalier.data.Data; Data.of(dataset) makes it")
-        _refuse(
-            config,
-            "data",
-            "data_folder",
-            "tokenizer",
-            *(name for name in _OF_DATA if name not in ("seed", "max_length")),
-        )
+        _refuse(config, "data", "data_folder", "tokenizer", *_OF_DATA[2:])
         named["data"] = f"{_GIVEN}{TEXT if data.is_text else ''}{data.name}"
     for what in ("network", "data"):
         if what not in named and getattr(config, what).startswith(_GIVEN):

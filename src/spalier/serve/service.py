@@ -70,6 +70,16 @@ class Limits:
                 check_integer(name, value, 0 if name == "cache" else 1)
 
 
+@contextlib.asynccontextmanager
+async def in_time(seconds: float) -> AsyncIterator[None]:
+    """A limited time for a request."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise RequestError("timeout", f"it took longer than {seconds:g} seconds") from None
+
+
 @dataclass(eq=False)
 class _Job:
     """A request that waits for its batch."""
@@ -117,10 +127,8 @@ class Service:
             raise RequestError("busy", f"{self.under_way} requests are under way; try again in a second")
         self.under_way += 1
         try:
-            async with asyncio.timeout(self.limits.seconds):
+            async with in_time(self.limits.seconds):
                 yield
-        except TimeoutError:
-            raise RequestError("timeout", f"it took longer than {self.limits.seconds:g} seconds") from None
         finally:
             self.under_way -= 1
 

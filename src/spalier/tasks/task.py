@@ -23,6 +23,7 @@ from spalier import __version__, files
 from spalier.adapters.codes import are_codes, unpack
 from spalier.adapters.kinds import Stored
 from spalier.errors import ConfigError, TaskFileError
+from spalier.tasks import numbers
 from spalier.tasks.dry_run import check_inputs
 from spalier.tasks.format import (
     MAX_BYTES,
@@ -45,21 +46,6 @@ from spalier.tasks.format import (
     quoted,
     share_text,
     unpack_container,
-)
-from spalier.tasks.numbers import (
-    as_numbers,
-    assembled,
-    bytes_of_version_1,
-    cast,
-    cast_scales,
-    deflated,
-    expanded,
-    in_bytes,
-    inflated,
-    scales_in_bytes,
-    scales_of_bytes,
-    values_in_bytes,
-    values_of_bytes,
 )
 from spalier.tasks.rows import Cut, Delta, Mask, Matrices, Row
 from spalier.tasks.table import Table, Writer
@@ -109,8 +95,8 @@ class TaskInfo(InNotebooks):
         check_field("adapter", isinstance(self.adapter.get("kind"), str), "a dict with a kind")
         check_field("learned", is_sizes([self.learned], 1), "a number")
         check_field("storage", self.storage in STORAGES, f"one of {', '.join(STORAGES)}")
-        numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in self.metrics.values())
-        check_field("metrics", numbers, "a dict of numbers")
+        are_numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in self.metrics.values())
+        check_field("metrics", are_numbers, "a dict of numbers")
         check_field("classes", all(isinstance(c, str) for c in self.classes), "a list of names")
         check_text("licence", self.licence)
         for name in ("adapter", "metrics", "classes", "preprocessing", "provenance", "inputs"):
@@ -354,21 +340,21 @@ class Task(InNotebooks):
             raise ConfigError(f"storage is {storage!r}, expected one of {', '.join(map(repr, STORAGES))}")
         task = self
         if storage in _IN_BYTES:
-            task = replace(self, table=self.table.in_bytes, **assembled(map(in_bytes, self.stored())))
+            task = replace(self, table=self.table.in_bytes, **numbers.assembled(map(numbers.in_bytes, self.stored())))
         elif self.info.storage in _IN_BYTES:
-            task = replace(self, table=self.table.in_numbers, **assembled(self._with_numbers()))
+            task = replace(self, table=self.table.in_numbers, **numbers.assembled(self._with_numbers()))
         task = replace(task, info=replace(self.info, storage=storage))
         if storage == "exact":
             return task
         dtype = _DTYPES.get(storage, torch.float16)
         if storage == "int8-all":
-            values = values_of_bytes(values_in_bytes(task.values, self._own_shapes), self._own_shapes)
+            values = numbers.values_of_bytes(numbers.values_in_bytes(task.values, self._own_shapes), self._own_shapes)
         else:
-            values = cast(task.values, dtype, "norms or head")
+            values = numbers.cast(task.values, dtype, "norms or head")
         return replace(
             task,
-            adapters=cast(task.adapters, dtype, "adapters"),
-            scales=cast_scales(task.scales, dtype, task.adapter_shapes, in_bytes=storage == "int8-all"),
+            adapters=numbers.cast(task.adapters, dtype, "adapters"),
+            scales=numbers.cast_scales(task.scales, dtype, task.adapter_shapes, in_bytes=storage == "int8-all"),
             values=values,
         )
 
@@ -387,13 +373,13 @@ class Task(InNotebooks):
             tensors["scales"] = task.scales
         is_small = task.info.storage == "int8-all"
         if is_small:
-            tensors["values"] = values_in_bytes(task.values, task._own_shapes)
+            tensors["values"] = numbers.values_in_bytes(task.values, task._own_shapes)
         if is_small and task.scales.numel():
-            in_bytes = scales_in_bytes(task.scales)
-            if torch.equal(scales_of_bytes(in_bytes), task.scales.float()):
-                tensors["scales"] = in_bytes
+            small = numbers.scales_in_bytes(task.scales)
+            if torch.equal(numbers.scales_of_bytes(small), task.scales.float()):
+                tensors["scales"] = small
         if task.codes.numel():
-            tensors["codes"], before = deflated(task.codes)
+            tensors["codes"], before = numbers.deflated(task.codes)
             description |= {"codes": before} if before else {}
         if task.integers:
             # most are alike: the norms of a network have seen equally many batches
@@ -486,7 +472,7 @@ class Task(InNotebooks):
         stored = self.stored()
         for row, cut in self.cut_rows:
             for matrix in islice(stored, len(cut.matrices)):
-                yield matrix if isinstance(row.source, Delta) else as_numbers(matrix)
+                yield matrix if isinstance(row.source, Delta) else numbers.as_numbers(matrix)
 
     @property
     def _own_shapes(self) -> list[tuple[int, ...]]:
@@ -528,31 +514,31 @@ def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
     table = Table.from_bytes(tensors["table"].numpy().tobytes(), length, version)
     masks = table.unpack(tensors["masks"].numpy())
     empty, no_bytes = torch.empty(0, device="cpu"), torch.empty(0, dtype=torch.uint8, device="cpu")
-    numbers: dict[str, Any] = {
+    held: dict[str, Any] = {
         "adapters": tensors["adapters"],
         "codes": tensors.get("codes", no_bytes),
         "scales": tensors.get("scales", empty),
     }
     if version == 1:
         _check_version_1(info, tensors)
-    elif numbers["adapters"].dtype == torch.int8:
+    elif held["adapters"].dtype == torch.int8:
         raise TaskFileError("dtype", "adapters is I8, expected floating point in format 2, whose codes are apart")
     is_small, in_bytes_now = version > 1 and info.storage == "int8-all", tensors["values"].dtype == torch.int8
     if in_bytes_now != is_small:
         raise TaskFileError("dtype", f"values are {'' if in_bytes_now else 'not '}I8, with the storage {info.storage}")
-    if numbers["scales"].dtype == torch.uint8:
+    if held["scales"].dtype == torch.uint8:
         if not is_small:
             raise TaskFileError("dtype", f"scales are U8, with the storage {info.storage}")
-        numbers["scales"] = scales_of_bytes(numbers["scales"])
+        held["scales"] = numbers.scales_of_bytes(held["scales"])
     if version == 1 and info.storage == "int8":
         table = table.in_bytes
-        numbers |= {"adapters": empty, "codes": bytes_of_version_1(tensors["adapters"])}
-    task = Task(info, table, masks, **numbers, values=tensors["values"], integers=expanded(pairs, table.integers))
+        held |= {"adapters": empty, "codes": numbers.bytes_of_version_1(tensors["adapters"])}
+    task = Task(info, table, masks, **held, values=tensors["values"], integers=numbers.expanded(pairs, table.integers))
     read: dict[str, Any] = {}
     if length_of_codes is not None:
-        read["codes"] = inflated(task.codes, length_of_codes, task._bytes_of_codes)
+        read["codes"] = numbers.inflated(task.codes, length_of_codes, task._bytes_of_codes)
     if in_bytes_now:
-        read["values"] = values_of_bytes(tensors["values"], task._own_shapes)
+        read["values"] = numbers.values_of_bytes(tensors["values"], task._own_shapes)
     if read:
         known: dict[str, Any] = {key: vars(task)[key] for key in ("cut_rows", "adapter_shapes") if key in vars(task)}
         task = replace(task, **read)
