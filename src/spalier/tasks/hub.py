@@ -9,16 +9,16 @@ import contextlib
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spalier import files
 from spalier.errors import TaskFileError
-from spalier.tasks.format import SUFFIX, Density, check_name, dump_json, share_text
+from spalier.tasks.format import SUFFIX, check_name
 from spalier.tasks.store import Store
-from spalier.tasks.task import Task, TaskInfo
+from spalier.tasks.task import Task
+from spalier.text import first_few
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -72,25 +72,19 @@ def card(task: Task, size: int, repository: str = "OWNER/NAME") -> str:
         metrics=list(info.metrics) or None,
         **_licence(info.licence),
     )
-    classes = _section("Classes", "output", "class", enumerate(info.classes[:MAX_CLASSES]))
-    if len(info.classes) > MAX_CLASSES:
-        classes += f"\n\nand {len(info.classes) - MAX_CLASSES:,} more, which are in the file."
+    said = f"{info}\nall classes: {first_few(info.classes, MAX_CLASSES)}\nfile: {info.name}{SUFFIX}, {size:,} bytes"
     parts = [
         f"# {escaped(info.name)}",
         "A task for one frozen base network: which of its channels are kept, and what was learned on top. With the "
         "base, it builds a plain network that is smaller and faster; without it, it is of no use.",
-        _section("Facts", "", "", _facts(info, size)),
-        _section("Metrics", "metric", "value", ((key, f"{value:g}") for key, value in info.metrics.items())),
-        classes,
-        _section("Preprocessing", "setting", "value", info.preprocessing.items()),
-        _section("Provenance", "", "", info.provenance.items()),
+        f"<pre>\n{escaped(said)}\n</pre>",
         _USAGE.format(repository=json.dumps(repository), name=json.dumps(info.name)),
     ]
-    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"
 
 
 def escaped(text: str) -> str:
-    """Text that Markdown and HTML show as it is, in a table too.
+    """Text that Markdown and HTML show as it is.
 
     >>> escaped("a|b <i>")
     'a&#124;b &#60;i&#62;'
@@ -105,31 +99,6 @@ def _licence(licence: str) -> dict[str, Any]:
         return {"license": known} if licence else {}
     name = re.sub(r"[^a-z0-9.]+", "-", licence.lower()).strip("-.")
     return {"license": "other", **({"license_name": name} if name else {})}
-
-
-def _facts(info: TaskInfo, size: int) -> list[tuple[str, str]]:
-    settings = ", ".join(f"{key}={_text(value)}" for key, value in info.adapter.items() if key != "kind")
-    return [
-        ("adapter", f"{info.adapter['kind']}({settings})"),
-        ("learned parameters", f"{info.learned:,}"),
-        *((f"{f.name} kept", share_text(getattr(info.density, f.name))) for f in fields(Density)),
-        ("stored as", info.storage),
-        ("file", f"{info.name}{SUFFIX}"),
-        ("file size", f"{size:,} bytes"),
-        ("base, its architecture", info.base.architecture),
-        ("base, its values", info.base.values),
-        ("licence", info.licence or "not stated"),
-    ]
-
-
-def _section(title: str, key: str, value: str, rows: Iterable[tuple[Any, Any]]) -> str:
-    """A table under a heading, or nothing: in a cell, no text can begin a list, a rule or a block."""
-    lines = [f"| {escaped(_text(k))} | {escaped(_text(v))} |" for k, v in rows]
-    return "\n".join([f"## {title}", "", f"| {key} | {value} |", "| --- | --- |", *lines]) if lines else ""
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else dump_json(value)
 
 
 def push(
@@ -156,8 +125,7 @@ def push(
         message: of the commit.
     """
     _check_repository(repository)
-    with files.opened(store.path(name)) as (file, size):
-        data = bytes(files.read_exactly(file, size))
+    data = store.read_bytes(name)
     task = Task.from_bytes(data)
     task = replace(task, info=replace(task.info, name=name))  # as the store calls it
     with _one_error(f"pushing {name!r} to {repository!a}", token):

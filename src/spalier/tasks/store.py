@@ -56,10 +56,8 @@ class StoreList(InNotebooks, list[StoreEntry]):
 def _state(entry: StoreEntry) -> list[str]:
     if entry.info is None:
         return ["-", "-", "-", entry.error.code if entry.error else ""]
-    shares = [
-        f"{pair[0] / pair[1]:.1%}" if pair else "-"
-        for pair in (entry.info.density.channels, entry.info.density.weights)
-    ]
+    pairs = entry.info.density.channels, entry.info.density.weights
+    shares = [f"{pair[0] / pair[1]:.1%}" if pair else "-" for pair in pairs]
     own = "" if entry.info.name == entry.name else f", calls itself {entry.info.name}"
     return [f"{entry.info.learned:,}", *shares, f"sound{own}"]
 
@@ -125,11 +123,15 @@ class Store(InNotebooks):
 
     def read(self, name: str) -> tuple[Task, str]:
         """A task, and the SHA-256 of its file, from one reading."""
+        data = self.read_bytes(name)
+        return Task.from_bytes(data), hashlib.sha256(data).hexdigest()
+
+    def read_bytes(self, name: str) -> bytes:
+        """The contents of a task's file, which nobody has looked at yet."""
         with files.opened(self.path(name)) as (file, size):
             if size > MAX_BYTES:
                 raise TaskFileError("too-large", f"the file has {size:,} bytes, more than the limit of {MAX_BYTES:,}")
-            data = bytes(files.read_exactly(file, size))
-        return Task.from_bytes(data), hashlib.sha256(data).hexdigest()
+            return bytes(files.read_exactly(file, size))
 
     def _load(self, name: str) -> Task:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +64,7 @@ class Switcher(InNotebooks):
         self._fold, self._digests = fold, digests
         self._base = Base(base)
         self._ready: OrderedDict[str, ReadyNetwork] = OrderedDict()
-        self._building: dict[str, Future[ReadyNetwork]] = {}
+        self._building: dict[str, threading.Lock] = {}
         self._active: ReadyNetwork | None = None
         self._paths: dict[str, str] = {}  # making a path costs more than the rest of a warm activation
         self._pool = Pool()
@@ -154,31 +153,20 @@ class Switcher(InNotebooks):
 
     def _find_or_build(self, name: str, stamp: tuple[int, int, int]) -> ReadyNetwork:
         with self._lock:
-            found = self._ready.get(name)
-            if found is not None and found.stamp == stamp:
-                self._ready.move_to_end(name)
-                return found
-            waiting = self._building.get(name)
-            if waiting is None:
-                promise: Future[ReadyNetwork] = Future()
-                self._building[name] = promise
-        if waiting is not None:  # another thread builds it already
-            return waiting.result()
-        try:
+            building = self._building.setdefault(name, threading.Lock())
+        with building:  # one thread builds, the others find it ready
+            with self._lock:
+                found = self._ready.get(name)
+                if found is not None and found.stamp == stamp:
+                    self._ready.move_to_end(name)
+                    return found
             task, digest = self.store.read(name) if self._digests else (self.store.load(name), "")
             net = build(task, self._base, fold=self._fold, share=True, pool=self._pool)
             made = ReadyNetwork(name, net, task.info, bytes_beside(task, self._base), stamp, digest)
-        except BaseException as error:
             with self._lock:
-                del self._building[name]
-            promise.set_exception(error)
-            raise
-        with self._lock:
-            self._ready[name] = made
-            self._ready.move_to_end(name)
-            del self._building[name]
-        promise.set_result(made)
-        return made
+                self._ready[name] = made
+                self._ready.move_to_end(name)
+            return made
 
     def _stamp(self, name: str) -> tuple[int, int, int]:
         path = self._paths.get(name) or str(self.store.path(name))
