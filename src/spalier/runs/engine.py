@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -47,6 +48,8 @@ from spalier.tasks import SUFFIX, Store, Task
 from spalier.tasks.apply import apply_to_
 from spalier.tasks.base import Base
 
+_LOG = logging.getLogger("spalier")
+
 
 class Engine:
     """One run in one process.
@@ -72,7 +75,10 @@ class Engine:
         if len(data.train) < config.batch_size:  # one batch of what all processes can share equally
             self.batch_size = max(len(data.train) // machine.world_size * machine.world_size, machine.world_size)
         self.loader = self._loader(data.train, is_training=True)
-        learning.warn_of_one_step(len(self.loader), len(data.train), self.batch_size)
+        if len(self.loader) == 1:  # which learns next to nothing
+            remedy = "set a smaller batch_size (--batch-size), or more epochs (--epochs)"
+            words = "one step an epoch: %d training samples in batches of %d; %s"
+            _LOG.warning(words, len(data.train), self.batch_size, remedy)
         self.signals = StopSignals()
         self.started = self.saved = time.monotonic()
 
@@ -127,7 +133,8 @@ class Engine:
                 refit_(self.net, FineTune())
         else:
             adapter = FineTune() if self.forms else self.config.make_adapter()
-            targets = learning.not_embeddings if self.data.is_text else None
+            # tables of words are large, and hardly move
+            targets = (lambda _, module: not isinstance(module, nn.Embedding)) if self.data.is_text else None
             attach_(self.net, adapter, head=self.head, example=self.example, targets=targets)
         if self.targets and self.config.budget != "latency":  # which would have to be measured
             # fail now, not after hours of training, if the last density cannot be reached
@@ -198,9 +205,7 @@ class Engine:
         """One batch: forward, loss, backward, the sum over processes, an update."""
         # dropout draws from here: a function of the step, so that a run which goes on draws the same
         at = self.position
-        place: tuple[int | str, ...] = ("step", at.step)
-        if at.form:
-            place = ("refit", at.block, at.form, at.epoch, at.batch)
+        place = ("refit", at.block, at.form, at.epoch, at.batch) if at.form else ("step", at.step)
         torch.manual_seed(seed_of(self.config.seed, *place, self.machine.rank))
         inputs, labels = self.to_device(inputs), labels.to(self.machine.device)
         learning.set_lr_(self.optimizer, self._lr(self.position.batch))
@@ -236,14 +241,12 @@ class Engine:
         return learning.training_loss(self.config, logits, labels, taught)
 
     def _lr(self, batch: int) -> float:
-        per_epoch = len(self.loader)
-        done = self.position.epoch * per_epoch + batch
-        steps = self._epochs * per_epoch
-        warmup = self.config.warmup_epochs * per_epoch
-        lr = self.config.initial_lr
+        config, per_epoch = self.config, len(self.loader)
+        done, steps = self.position.epoch * per_epoch + batch, self._epochs * per_epoch
+        lr, warmup = config.initial_lr, config.warmup_epochs * per_epoch
         if self.position.form:
-            lr, warmup = self.config.refit_lr, 0.1 * steps  # a new optimizer begins near a good place
-        return lr * learning.lr_factor(self.config.lr_schedule, done, steps, warmup)
+            lr, warmup = config.refit_lr, 0.1 * steps  # a new optimizer begins near a good place
+        return lr * learning.lr_factor(config.lr_schedule, done, steps, warmup)
 
     def _end_epoch(self) -> None:
         at = self.position
@@ -252,9 +255,7 @@ class Engine:
         self.position = at.replace(epoch=at.epoch + 1, epochs=at.epochs + (not at.form), batch=0)
         self.loss_sum = 0.0
         every = self.config.validate_every or int(self.config.keep_best)
-        values["validation"] = None
-        if every and self.position.epoch % every == 0:
-            values["validation"] = self._validate()
+        values["validation"] = self._validate() if every and self.position.epoch % every == 0 else None
         self.folder.log({"kind": "epoch", **asdict(self.position), **values})
         group = f"{self._form.label}/" if self._form else ""
         tracked = {f"{group}train/{name}": value for name, value in values.items()}
@@ -386,13 +387,9 @@ class Engine:
         self._seed("evaluate")
         teacher = self.teacher if bool((split.labels < 0).all()) else None
         with self._loader(split, is_training=False) as loader:
+            batches = ((self.to_device(inputs), labels) for inputs, labels in loader.epoch(0))
             return evaluate(
-                net.eval(),
-                ((self.to_device(inputs), labels) for inputs, labels in loader.epoch(0)),
-                len(self.data.classes),
-                self.machine.device,
-                self.machine.autocast,
-                teacher,
+                net.eval(), batches, len(self.data.classes), self.machine.device, self.machine.autocast, teacher
             )
 
     def _write_examples(self, plain: nn.Module) -> dict[str, Any] | None:
@@ -444,7 +441,8 @@ class Engine:
         criterion = self.config.make_criterion(self.position.block)
         scores = score(self.net, samples, criterion, loss=learning.mean_loss)
         self.plan = self.select_plan(scores, self.targets[self.position.block - 1])
-        learning.warn_of_plan(self.plan, self.targets[self.position.block - 1], self.config.budget)
+        if warning := self.plan.warning():  # of layers that are nearly gone
+            _LOG.warning("at %g of the %s %s", self.targets[self.position.block - 1], self.config.budget, warning)
         self.folder.write_json(self._block_file(".scores.json"), learning.score_histograms(scores, self.plan))
         self.position = self.position.replace(phase="prune")
         self.save()
@@ -458,11 +456,8 @@ class Engine:
         assert self.plan is not None
         self._seed("prune")
         optimizer = self.optimizer if self.config.keep_optimizer else None
-        recovery = None
-        if self.config.recovery != "none":
-            everything = self.config.recovery == "all"
-            samples = self._samples(self.config.recovery_samples, shared=False)
-            recovery = Recovery(samples, adapters=everything, head=everything)
+        samples, everything = self._samples(self.config.recovery_samples, shared=False), self.config.recovery == "all"
+        recovery = Recovery(samples, adapters=everything, head=everything) if self.config.recovery != "none" else None
         prune_(self.net, self.plan, optimizer=optimizer, recover=recovery)
         self.begin_block(optimizer)
         self.position = self.position.replace(phase="train")
@@ -583,10 +578,8 @@ class Engine:
         return self.config.epochs_of(self.position.block, self.position.form)
 
     def _where(self) -> str:
-        at = self.position
-        form = f", {self.forms[at.form - 1].name}" if at.form else ""
-        epochs = self.config.epochs_of(at.block, at.form)
-        return f"block {at.block}/{len(self.targets)}{form}, epoch {at.epoch + 1}/{epochs}"
+        at, form = self.position, f", {self._form.name}" if self._form else ""
+        return f"block {at.block}/{len(self.targets)}{form}, epoch {at.epoch + 1}/{self._epochs}"
 
     def _block_file(self, ending: str) -> Path:
         form = f"-{self._form.label}" if self._form and len(self.forms) > 1 else ""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -38,7 +38,6 @@ from spalier.text import import_optional
 from spalier.timing import describe_machine, finished, lower_quartile, time_call
 
 Tensors = dict[str, Tensor]
-_LOG = logging.getLogger("spalier")
 
 
 # losses
@@ -75,19 +74,6 @@ def training_loss(config: Settings, logits: Tensor, labels: Tensor, teacher: Ten
 def mean_loss(output: Any, labels: Tensor) -> Tensor:
     """The mean cross entropy of a batch, as criteria take it."""
     return cross_entropy(logits_of(output), labels) / len(labels)
-
-
-def warn_of_one_step(steps: int, samples: int, batch_size: int) -> None:
-    """An epoch of one step learns next to nothing."""
-    remedy = "set a smaller batch_size (--batch-size), or more epochs (--epochs)"
-    if steps == 1:
-        _LOG.warning("one step an epoch: %d training samples in batches of %d; %s", samples, batch_size, remedy)
-
-
-def warn_of_plan(plan: Plan, target: float, budget: str) -> None:
-    """Say which layers are nearly gone."""
-    if warning := plan.warning():
-        _LOG.warning("at %g of the %s %s", target, budget, warning)
 
 
 def select_options(config: Settings, target: float) -> dict[str, Any]:
@@ -142,11 +128,6 @@ def lr_factor(kind: Literal["step", "cosine", "constant"], step: int, steps: int
 def learned_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are learned, by name."""
     return {name: p for name, p in net.named_parameters() if p.requires_grad}
-
-
-def not_embeddings(name: str, module: nn.Module) -> bool:
-    """Layers of a language model that a task learns: tables of words are large, and hardly move."""
-    return not isinstance(module, nn.Embedding)
 
 
 def make_optimizer(config: Settings, net: nn.Module, *, is_narrow: bool = False) -> Optimizer:
@@ -438,13 +419,10 @@ def check_start_task(config: Settings, task: Task) -> None:
 
 def row_in_words(row: dict[str, Any]) -> str:
     """A row in a line, for the progress."""
-    channels, macs, validation, test = (
-        "-" if row[name] is None else f"{row[name]:.1%}" for name in ("channels", "macs", "validation", "test")
-    )
-    return (
-        f"{row['task']}: {channels} of channels, {macs} of MACs, {row['learned']:,} learned, "
-        f"validation {validation}, test {test}"
-    )
+    names = ("channels", "macs", "validation", "test")
+    channels, macs, *seen = ("-" if row[name] is None else f"{row[name]:.1%}" for name in names)
+    left = f"{channels} of channels, {macs} of MACs, {row['learned']:,} learned"
+    return f"{row['task']}: {left}, validation {seen[0]}, test {seen[1]}"
 
 
 # score histograms
@@ -532,13 +510,12 @@ def _are_images(samples: Inputs) -> bool:
 
 def _surest(sure: Tensor, labels: Tensor, among: Tensor) -> list[int]:
     """The samples that the network is surest of, the first of every class before the second of any."""
-    seen: dict[int, int] = {}
+    seen: Counter[int] = Counter()
     ranked = []
-    for i in torch.argsort(sure, descending=True, stable=True).tolist():
-        if among[i]:
-            label = int(labels[i])
-            seen[label] = seen.get(label, 0) + 1
-            ranked.append((seen[label], i))
+    order = torch.argsort(sure, descending=True, stable=True)
+    for i in order[among[order]].tolist():
+        seen[int(labels[i])] += 1
+        ranked.append((seen[int(labels[i])], i))
     return [i for _, i in sorted(ranked, key=lambda pair: pair[0])][:_EXAMPLES]  # which keeps ties in order
 
 

@@ -325,20 +325,14 @@ class Settings:
         options = dict(self.adapter_options)
         if self.method in ("splora", "lora"):
             options["rank"] = self.rank
-        try:
-            return ADAPTERS[self.method](**options)
-        except TypeError as error:
-            raise ConfigError(f"adapter_options do not fit {self.method}: {error}") from error
+        return _made(ADAPTERS[self.method], options, f"adapter_options do not fit {self.method}")
 
     def make_criterion(self, block: int) -> Criterion:
         """The criterion of one block. Random scores differ from block to block."""
         options = dict(self.criterion_options)
         if CRITERIA[self.criterion] is Random:
             options.setdefault("seed", seed_of(self.seed, "random", block))
-        try:
-            made: Criterion = CRITERIA[self.criterion](**options)
-        except TypeError as error:
-            raise ConfigError(f"criterion_options do not fit {self.criterion}: {error}") from error
+        made: Criterion = _made(CRITERIA[self.criterion], options, f"criterion_options do not fit {self.criterion}")
         return made
 
     @property
@@ -355,6 +349,13 @@ class Settings:
     def initial_lr(self) -> float:
         """The learning rate at the start of a block."""
         return self.lr * self.batch_size / 256 if self.scale_lr else self.lr
+
+
+def _made(kind: Callable[..., Any], options: Mapping[str, Any], misfit: str) -> Any:
+    try:
+        return kind(**options)
+    except TypeError as error:
+        raise ConfigError(f"{misfit}: {error}") from error
 
 
 def setting_groups() -> dict[str, list[tuple[str, Any, str]]]:
