@@ -184,14 +184,12 @@ def looks_untrained(net: nn.Module) -> bool:
     >>> looks_untrained(models.resnet8()), looks_untrained(nn.Linear(2, 2))
     (True, False)
     """
-    norms = [m for m in net.modules() if is_norm(m) and isinstance(m.weight, Tensor) and not m.weight.is_meta]
-    return bool(norms) and all(_is_fresh(norm) for norm in norms)
-
-
-def _is_fresh(norm: Any) -> bool:
-    moved = [getattr(norm, name, None) for name in ("bias", "running_mean")]
-    is_even = bool((norm.weight == norm.weight.reshape(-1)[0]).all())
-    return is_even and not any(tensor is not None and bool(tensor.any()) for tensor in moved)
+    norms: list[Any] = [
+        m for m in net.modules() if is_norm(m) and isinstance(m.weight, Tensor) and not m.weight.is_meta
+    ]
+    moved = (getattr(norm, name, None) for norm in norms for name in ("bias", "running_mean"))
+    are_even = all(bool((norm.weight == norm.weight.reshape(-1)[0]).all()) for norm in norms)
+    return bool(norms) and are_even and not any(tensor is not None and bool(tensor.any()) for tensor in moved)
 
 
 def warn_if_untrained(net: nn.Module, name: str) -> None:

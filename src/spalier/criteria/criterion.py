@@ -254,15 +254,9 @@ def _one(twin: nn.Module, batch: Batch, loss: Any, gates: Gates, samples: list[i
             f"second_order needs the gradient of a gradient, and some operation of this network has none: {error}; "
             "use criterion 'taylor'"
         ) from error
-    done = iter(zip(first, second, strict=True))
-    return [_sensitivity([next(done) for _ in each]) for each in gates]
-
-
-def _sensitivity(calls: list[tuple[Tensor, Tensor]]) -> Tensor | None:
-    if not calls:
-        return None
-    first, second = (torch.stack([c[i].detach() for c in calls]).sum(0) for i in (0, 1))
-    return first.abs() + second.abs() / 2
+    slopes, bends = (gradient.detach() for gradient in first), iter(second)
+    calls = [([next(slopes) for _ in each], [next(bends) for _ in each]) for each in gates]
+    return [sum(a).abs() + sum(b).abs() / 2 if a else None for a, b in calls]  # type: ignore[union-attr]
 
 
 @contextmanager

@@ -33,7 +33,10 @@ class LRP(Criterion):
         twin = probe.twin(fused=not self.literal)
         fold_norms_(twin, probe)
         watches = probe.watches()
-        with in_eval_mode(twin), watched(twin, watches, _absolute, values=False) as record:
+        with (
+            in_eval_mode(twin),
+            watched(twin, watches, _absolute, values=False) as record,
+        ):
             return probe.means(watches, batches, lambda batch: explain(twin, batch, record), what=self.name)
 
 

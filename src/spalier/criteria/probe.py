@@ -338,23 +338,20 @@ def seeing(net: nn.Module, places: Iterable[tuple[str, Side, See]]) -> Iterator[
     for path, side, see in places:
         module = net.get_submodule(path)
         if side == "output":
-            handles.append(module.register_forward_hook(_of_output(see), prepend=True))
+            handles.append(module.register_forward_hook(partial(_see_output, see), prepend=True))
         else:
-            handles.append(module.register_forward_pre_hook(_of_input(see)))
+            handles.append(module.register_forward_pre_hook(partial(_see_input, see)))
     with hooked(handles):
         yield
 
 
-def _of_output(see: See) -> Callable[..., Any]:
-    return lambda module, args, output: see(output) if isinstance(output, Tensor) else None
+def _see_output(see: See, module: nn.Module, args: Any, output: Any) -> Any:
+    return see(output) if isinstance(output, Tensor) else None
 
 
-def _of_input(see: See) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: Any) -> Any:
-        found = see(args[0]) if args and isinstance(args[0], Tensor) else None
-        return None if found is None else (found, *args[1:])
-
-    return hook
+def _see_input(see: See, module: nn.Module, args: Any) -> Any:
+    found = see(args[0]) if args and isinstance(args[0], Tensor) else None
+    return None if found is None else (found, *args[1:])
 
 
 def mean_product(values: Tensor, gradients: Tensor) -> Tensor:

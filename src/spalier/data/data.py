@@ -459,6 +459,7 @@ class Offsets(NamedTuple):
         return Offsets(self.tops[indices], self.lefts[indices], self.flips[indices])
 
 
+@lru_cache(maxsize=4)
 def draw_offsets(preprocessing: Preprocessing, count: int, seed: int, epoch: int) -> Offsets:
     """Crops and flips of all samples for one epoch, drawn at once."""
     numbers = generator(seed, epoch, OFFSETS)
@@ -516,7 +517,6 @@ class ArraySplit:
 
     def __init__(self, images: Images, rows: Ints, labels: Ints, preprocessing: Preprocessing) -> None:
         self.images, self.rows, self.labels, self.preprocessing = images, rows, labels, preprocessing
-        self._drawn: tuple[tuple[int, int], Offsets] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -528,12 +528,7 @@ class ArraySplit:
         if epoch is None:
             images = center_crop(images, self.preprocessing.size)
         else:
-            images = augment_batch(images, self._offsets(seed, epoch).at(indices), self.preprocessing)
+            # the crops of an epoch are kept for its next batch
+            offsets = draw_offsets(self.preprocessing, len(self), seed, epoch)
+            images = augment_batch(images, offsets.at(indices), self.preprocessing)
         return normalize(images, self.preprocessing), labels
-
-    def _offsets(self, seed: int, epoch: int) -> Offsets:
-        """The crops of an epoch, kept for its next batch."""
-        key, drawn = (seed, epoch), self._drawn
-        if drawn is None or drawn[0] != key:
-            drawn = self._drawn = (key, draw_offsets(self.preprocessing, len(self), seed, epoch))
-        return drawn[1]

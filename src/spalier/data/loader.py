@@ -130,7 +130,8 @@ class Loader:
         for _ in keys:
             if turn != self._turn:
                 raise ConfigError("this epoch was left for another, or the loader closed; start it again")
-            found = self._next(batches)
+            with _dead_worker_explained(self):
+                found = next(batches)
             if isinstance(found, SpalierError):
                 raise found
             yield found
@@ -150,10 +151,6 @@ class Loader:
             )
         with _dead_worker_explained(self), _signal_handler_kept():
             return iter(self._loader)
-
-    def _next(self, batches: Iterator[Batch | SpalierError]) -> Batch | SpalierError:
-        with _dead_worker_explained(self):
-            return next(batches)
 
 
 def grouped(order: Ints, lengths: Ints, size: int, numbers: np.random.Generator) -> Ints:
@@ -201,21 +198,16 @@ def _dead_worker_explained(loader: Loader) -> Iterator[None]:
     except (RuntimeError, OSError, EOFError) as error:  # EOFError: it died while it handed a batch over
         if isinstance(error, RuntimeError) and "worker" not in str(error):
             raise
-        exits = _exits(loader) or str(error).partition("\n")[0] or type(error).__name__
+        running = None if loader._loader is None else loader._loader._iterator
+        codes = {worker.exitcode for worker in getattr(running, "_workers", ())}
+        ends = sorted(signal.Signals(-c).name if c < 0 else f"exit code {c}" for c in codes if c)
+        exits = ", ".join(ends) or str(error).partition("\n")[0] or type(error).__name__
         loader.close()
         raise DataError(
             f"a data-loader worker died ({exits}); memory may have run out, /dev/shm may "
             f"be too small, or the data set's own code crashed: pass fewer than {loader.num_workers} workers (0 runs "
             "everything in this process and shows the crash), or give the machine more (shared) memory"
         ) from error
-
-
-def _exits(loader: Loader) -> str:
-    """How the dead workers ended: signals and exit codes."""
-    running = None if loader._loader is None else loader._loader._iterator
-    codes = [worker.exitcode for worker in getattr(running, "_workers", ())]
-    exits = [signal.Signals(-c).name if c < 0 else f"exit code {c}" for c in codes if c]
-    return ", ".join(sorted(set(exits)))
 
 
 @contextmanager

@@ -68,9 +68,8 @@ def from_checkpoint(
         if bytes is None and adapter is None:
             bytes = default_bytes(net, heads)
         elif type(bytes) is int:  # for the whole file, with what it says of itself
-            bytes = max(
-                1, bytes - len(json.dumps(json.dumps([name, said, *2 * [before]], default=str))) - 32 * len(before)
-            )
+            words = json.dumps(json.dumps([name, said, before, before], default=str))
+            bytes = max(1, bytes - len(words) - 32 * len(before))
         refitted = refit_(net, adapter, bytes=bytes, batches=seen, storage=storage)
     task = replace(Task.of(net, name, **said).stored_as(storage), refitted=refitted)
     if seen is None:

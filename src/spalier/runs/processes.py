@@ -252,8 +252,9 @@ class Progress:
     def __init__(self, total: int, done: int, shown: bool, stream: TextIO | None = None) -> None:
         self.total, self.done, self.shown, self.stream = total, done, shown, stream or sys.stderr
         self.bar: Any = None
-        if shown and self.stream.isatty():
-            tqdm = import_optional("tqdm", "showing progress").tqdm
+        # asked for now: a run that shows nothing does without it
+        tqdm = import_optional("tqdm", "showing progress").tqdm if shown else None
+        if tqdm is not None and self.stream.isatty():
             self.bar = tqdm(total=total, initial=done, unit="step", file=self.stream, dynamic_ncols=True)
 
     def step(self, what: str, loss: float) -> None:

@@ -44,11 +44,10 @@ def apply_to_(task: Task, base: Base, structure: Structure | None) -> None:
     net = base.net
     adapter = _adapter(task)  # whatever may fail comes before the base is changed
     _check_described(task, adapter, base)
-    heads = list(task.table.heads)
-    learned = _owners(base, {n for row in task.table.rows if row.source == "values" for n in row.names})
-    learned -= set(heads)
+    heads, own = list(task.table.heads), [row for row in task.table.rows if row.source == "values"]
+    learned = _owners(base, {name for row in own for name in row.names}) - set(heads)
     chosen = _owners(base, {name for row, cut in task.cut_rows if cut.matrices for name in row.names})
-    also = {n for row in task.table.rows if row.source == "values" and row.path not in heads for n in row.names}
+    also = {name for row in own if row.path not in heads for name in row.names}
     if isinstance(adapter, kinds.FineTune):  # norms are among what was chosen, by whichever option
         chosen, learned, also = learned, set(), set()
     try:
@@ -204,7 +203,10 @@ def fill_(changes: Changes, update: kinds.Update, stored: Sequence[kinds.Stored]
         if scale is not None and key:  # other updates have no codes, so theirs go on as numbers
             changes.set_(update, "_buffers", key, scale)
             changes.set_(update, "", "levels", matrix.levels)
-        changes.set_values_(parameter, values.reshape(_shape(parameter, values)))
+        # a factor may have another rank, or fewer channels, than the parameter has now
+        taps = max(1, parameter[0, 0].numel())
+        shape = len(values), values.shape[1] // taps, *parameter.shape[2:]
+        changes.set_values_(parameter, values.reshape(shape))
 
 
 def _scaled(matrix: kinds.Stored, like: nn.Parameter) -> tuple[Tensor, Tensor | None]:
@@ -214,12 +216,6 @@ def _scaled(matrix: kinds.Stored, like: nn.Parameter) -> tuple[Tensor, Tensor | 
         return values, None
     scale = matrix.scale.to(like)
     return values * scale[:, None], scale.abs()
-
-
-def _shape(parameter: nn.Parameter, values: Tensor) -> tuple[int, ...]:
-    """Of a factor that may have another rank, or fewer channels, than the parameter has now."""
-    taps = max(1, parameter[0, 0].numel())
-    return len(values), values.shape[1] // taps, *parameter.shape[2:]
 
 
 def _put_(changes: Changes, places: Sequence[Owner], value: Tensor) -> None:

@@ -78,7 +78,9 @@ def check_base(task: Task, base: Base) -> None:
         raise _misfit(f"the task was learned on another architecture than this {type(base.net).__name__}")
     if base.values_without(table.own) != task.info.base.values:
         raise _misfit("the base has other weights than the one that the task was learned on", code="base-values")
-    _check_left(task)
+    for row, cut in task.cut_rows:  # masks that lie on one axis together may leave nothing of it
+        if 0 in cut.shape and 0 not in row.shape:
+            raise TaskFileError("mask", f"the masks leave nothing of {quoted(row.names[0])}")
     fitting = base.fitting.setdefault(table, set())
     counts = tuple([int(mask.sum()) for mask in task.masks])
     # attributes and calls go with the masks of one task
@@ -133,13 +135,6 @@ def _check_table(table: Table, base: Base) -> None:
     for path in (*(w.module for w in table.writers), *table.attributes, *table.calls, *table.heads, *folds):
         if path not in base.modules:
             raise _misfit(f"the base has no module {quoted(path)}")
-
-
-def _check_left(task: Task) -> None:
-    """Whether masks that lie on one axis together leave anything of it."""
-    for row, cut in task.cut_rows:
-        if 0 in cut.shape and 0 not in row.shape:
-            raise TaskFileError("mask", f"the masks leave nothing of {quoted(row.names[0])}")
 
 
 def _check_runs(task: Task, base: Base) -> None:

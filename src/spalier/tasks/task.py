@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from spalier import __version__, files
-from spalier.adapters.codes import are_codes, unpack
+from spalier.adapters.codes import are_codes, pack, unpack
 from spalier.adapters.kinds import Stored
 from spalier.errors import ConfigError, TaskFileError
 from spalier.tasks import numbers
@@ -532,7 +532,9 @@ def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
         held["scales"] = numbers.scales_of_bytes(held["scales"])
     if version == 1 and info.storage == "int8":
         table = table.in_bytes
-        held |= {"adapters": empty, "codes": numbers.bytes_of_version_1(tensors["adapters"])}
+        # 8-bit integers as codes of 255 levels: one in a byte, so whatever matrices they are of
+        codes = torch.from_numpy(pack(tensors["adapters"].numpy(), numbers.BYTE_LEVELS))
+        held |= {"adapters": empty, "codes": codes}
     task = Task(info, table, masks, **held, values=tensors["values"], integers=numbers.expanded(pairs, table.integers))
     read: dict[str, Any] = {}
     if length_of_codes is not None:
