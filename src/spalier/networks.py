@@ -184,9 +184,8 @@ def looks_untrained(net: nn.Module) -> bool:
     >>> looks_untrained(models.resnet8()), looks_untrained(nn.Linear(2, 2))
     (True, False)
     """
-    norms: list[Any] = [
-        m for m in net.modules() if is_norm(m) and isinstance(m.weight, Tensor) and not m.weight.is_meta
-    ]
+    found: Iterable[Any] = filter(is_norm, net.modules())
+    norms = [norm for norm in found if isinstance(norm.weight, Tensor) and not norm.weight.is_meta]
     moved = (getattr(norm, name, None) for norm in norms for name in ("bias", "running_mean"))
     are_even = all(bool((norm.weight == norm.weight.reshape(-1)[0]).all()) for norm in norms)
     return bool(norms) and are_even and not any(tensor is not None and bool(tensor.any()) for tensor in moved)

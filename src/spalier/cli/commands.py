@@ -220,7 +220,7 @@ def _data_of(task: Task, file: Path, base: str | None, data: str | None, folder:
         raise click.UsageError("--data is missing: which samples to look at, such as --data digits.")
     if run is not None and data in (None, run.data):  # the same split that the task was learned with
         data, folder = run.data, folder or run.data_folder
-        same = "validation_split max_train_samples seed skip_bad cache_folder text_column label_column"
+        same = "validation_split max_train_samples seed skip_bad text_column label_column"
         options = {name: getattr(run, name) for name in same.split()}
     assert data is not None
     if info.preprocessing.get("kind") == "text":

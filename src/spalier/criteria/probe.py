@@ -1,8 +1,8 @@
 """What criteria look at: fused weights by unit, and what passes through a network while batches run.
 
 From top to bottom, as a batch goes: `Batch` is what a loader gave; `Watch` maps the channels at one site to units;
-`Record` holds what the hooks of `watched` measure in one batch; `Totals` adds batches up; `Probe` is what a criterion
-gets, and runs all of it.
+`Record` holds what the hooks of `watched` measure in one batch; `Probe` is what a criterion gets, runs all of it, and
+adds batches up.
 
 What runs is a fused copy in eval mode, never the network. Hooks on the network itself would cost no copy, but a
 Ctrl-C in the middle would leave them there, its gradients would be written, and relevance needs a copy to fold
@@ -463,46 +463,35 @@ class Probe:
         literal: bool = False,
     ) -> Values:
         """The means over all samples of what ``one`` gives for each batch: (samples, units) for every site."""
-        totals = Totals(watches, signed)
+        sums, self.samples = [torch.zeros(watch.units, dtype=torch.float64) for watch in watches], 0
         for batch in batches_of(batches, self.net, what):
             with torch.inference_mode(False):
-                totals.add(one(batch), batch, literal)
-        self.samples = totals.samples
-        return totals.means()
-
-
-class Totals:
-    """Sums over samples, in float64, checked batch by batch."""
-
-    def __init__(self, watches: list[Watch], signed: bool = False) -> None:
-        self.watches, self.signed = watches, signed
-        self.sums = [torch.zeros(watch.units, dtype=torch.float64) for watch in watches]
-        self.samples = 0
-
-    def add(self, values: list[Tensor | None], batch: Batch, literal: bool = False) -> None:
-        """One batch's numbers for every site, (samples, units); the literal definition sums before it takes values."""
-        for watch, total, value in zip(self.watches, self.sums, values, strict=True):
-            if value is None:
-                raise ScoreError(
-                    f"nothing came through {watch.site.module!r} in batch {batch.number}: no output of the network "
-                    "that the loss takes depends on it; use the inputs and the loss that the network was traced for"
-                )
-            if not torch.isfinite(value).all():
-                raise ScoreError(
-                    f"{watch.site.writer!r} has scores that are NaN or infinite in batch {batch.number}; look at that "
-                    "batch's inputs, or go back to sound weights"
-                )
-            total += (value if literal or self.signed else value.abs()).sum(0).to(total)
-        self.samples += batch.size
-
-    def means(self) -> Values:
-        """The mean over samples; layers that are seen at several places are added up."""
+                values = one(batch)
+            for watch, total, value in zip(watches, sums, values, strict=True):
+                seen = _checked(value, watch.site, batch)
+                # the literal definition sums before it takes absolute values
+                total += (seen if literal or signed else seen.abs()).sum(0).to(total)
+            self.samples += batch.size
         found: Values = {}
-        for watch, total in zip(self.watches, self.sums, strict=True):
+        for watch, total in zip(watches, sums, strict=True):  # layers that are seen at several places are added up
             place = watch.site.stream, watch.site.writer
-            value = (total if self.signed else total.abs()) / max(self.samples, 1)
-            found[place] = found[place] + value if place in found else value
+            found[place] = (total if signed else total.abs()) / max(self.samples, 1) + found.get(place, 0)
         return found
+
+
+def _checked(value: Tensor | None, site: Site, batch: Batch) -> Tensor:
+    """One batch's numbers for a site, (samples, units)."""
+    if value is None:
+        raise ScoreError(
+            f"nothing came through {site.module!r} in batch {batch.number}: no output of the network that the loss "
+            "takes depends on it; use the inputs and the loss that the network was traced for"
+        )
+    if not torch.isfinite(value).all():
+        raise ScoreError(
+            f"{site.writer!r} has scores that are NaN or infinite in batch {batch.number}; look at that batch's "
+            "inputs, or go back to sound weights"
+        )
+    return value
 
 
 def _open_(module: nn.Module) -> None:

@@ -130,8 +130,7 @@ class Loader:
         for _ in keys:
             if turn != self._turn:
                 raise ConfigError("this epoch was left for another, or the loader closed; start it again")
-            with _dead_worker_explained(self):
-                found = next(batches)
+            found = self._next(batches)
             if isinstance(found, SpalierError):
                 raise found
             yield found
@@ -151,6 +150,10 @@ class Loader:
             )
         with _dead_worker_explained(self), _signal_handler_kept():
             return iter(self._loader)
+
+    def _next(self, batches: Iterator[Batch | SpalierError]) -> Batch | SpalierError:
+        with _dead_worker_explained(self):
+            return next(batches)
 
 
 def grouped(order: Ints, lengths: Ints, size: int, numbers: np.random.Generator) -> Ints:

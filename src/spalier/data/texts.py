@@ -247,7 +247,7 @@ def to_samples(rows: Iterable[Row], classes: Sequence[str] | None = None, labels
         names if labels else (),
         np.array([numbers[row[3]] if labels else -1 for row in known], np.int64),
         np.array([row[0] for row in known], np.int64),
-        tuple(File(place, partial(str, text), "", len(text)) for _, place, text, _ in known),
+        tuple(File(place, partial(str, text), len(text)) for _, place, text, _ in known),
         bad=tuple(bad),
     )
 

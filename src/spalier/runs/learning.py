@@ -532,10 +532,9 @@ def _tiles(images: Tensor) -> tuple[Tensor, int]:
 def _png(tiles: Tensor, side: int) -> bytes:
     """Tiles side by side, a row of them after the other."""
     rows = -(-len(tiles) // _EXAMPLES)
-    sheet = np.zeros((rows * side, _EXAMPLES * side, 3), np.uint8)
-    for number, tile in enumerate(tiles.numpy()):
-        y, x = divmod(number, _EXAMPLES)
-        sheet[y * side : (y + 1) * side, x * side : (x + 1) * side] = tile
+    whole = tiles.new_zeros(rows * _EXAMPLES, side, side, 3)
+    whole[: len(tiles)] = tiles
+    sheet = whole.view(rows, _EXAMPLES, side, side, 3).transpose(1, 2).reshape(rows * side, -1, 3).numpy()
     out = io.BytesIO()
     import_optional("PIL.Image", "example images").fromarray(sheet).save(out, "PNG", optimize=True)
     return out.getvalue()

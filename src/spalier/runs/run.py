@@ -41,7 +41,7 @@ TITLES = [{"macs": "MACs", "latency_ms": "ms"}.get(name, name) for name in COLUM
 _GIVEN = "given:"
 _OF_DATA = (
     *("seed", "max_length", "max_train_samples", "classes", "image_size", "validation_split"),
-    *("skip_bad", "cache_folder", "text_column", "label_column"),
+    *("skip_bad", "text_column", "label_column"),
 )
 """The settings that `open_data` takes under the same names."""
 

@@ -33,9 +33,7 @@ from spalier.text import close_names
 
 BY_RECIPE: Any = None
 """The default of settings that the recipe fills in."""
-RESUMABLE = frozenset(
-    {"num_workers", "cache_folder", "data_folder", "channels_last", "checkpoint_seconds", "trackers", "device"}
-)
+RESUMABLE = frozenset({"num_workers", "data_folder", "channels_last", "checkpoint_seconds", "trackers", "device"})
 """Settings that a run may be resumed with other values of: nothing changes, or rounding (channels_last, device)."""
 SELECT_OPTIONS = ("normalise", "aggregate", "min_keep", "round_to", "protect", "rank")
 _LONGEST_SUFFIX = "-1000000000B"  # what a task's name may have behind the run's
@@ -61,7 +59,6 @@ class Settings:
         labels: false to learn from the teacher alone, without labels.
         augment: shift and flip training images.
         skip_bad: leave out files that cannot be read, and list them in the results.
-        cache_folder: a folder for decoded images; by default they are kept in memory.
         num_workers: processes that load data; 0 loads in the run's own process.
 
     Args: Network
@@ -151,7 +148,6 @@ class Settings:
     labels: bool = True
     augment: bool = True
     skip_bad: bool = False
-    cache_folder: str | None = None
     num_workers: int = 0
 
     network: str = "resnet20"
@@ -275,7 +271,7 @@ class Settings:
     def with_paths(self) -> Self:
         """A copy whose files and folders are found from any working directory."""
         changed: dict[str, Any] = {}
-        for name in ("weights", "start_task", "teacher", "cache_folder", "data_folder"):
+        for name in ("weights", "start_task", "teacher", "data_folder"):
             value = self.given[name]
             if value not in (None, "self"):
                 changed[name] = str(Path(value).expanduser().absolute())

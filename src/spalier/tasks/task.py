@@ -24,7 +24,7 @@ from spalier.adapters.codes import are_codes, pack, unpack
 from spalier.adapters.kinds import Stored
 from spalier.errors import ConfigError, TaskFileError
 from spalier.tasks import numbers
-from spalier.tasks.dry_run import check_inputs
+from spalier.tasks.dry_run import inputs_of
 from spalier.tasks.format import (
     MAX_BYTES,
     SUFFIX,
@@ -102,7 +102,7 @@ class TaskInfo(InNotebooks):
         for name in ("adapter", "metrics", "classes", "preprocessing", "provenance", "inputs"):
             check_plain(name, getattr(self, name))
         if self.inputs:
-            check_inputs(self.inputs)
+            inputs_of(self.inputs)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it; fields that say nothing are left out."""
