@@ -141,13 +141,11 @@ def _state(name: str) -> PathLike[str] | Mapping[str, Tensor]:
     found = import_optional("torchvision.models", f"the pretrained weights of {name}", NetworkError)
     if name not in found.list_models():
         raise WeightsError(f"there are no pretrained weights of {name}; take resnet20, whose come with Spalier")
+    best = found.get_model_weights(name).DEFAULT
     try:
-        state: Mapping[str, Tensor] = found.get_model_weights(name).DEFAULT.get_state_dict(
-            progress=False, check_hash=True
-        )
+        return best.get_state_dict(progress=False, check_hash=True)  # type: ignore[no-any-return]
     except Exception as error:  # the internet raises anything
         raise _not_loaded(name, "torchvision", error) from error
-    return state
 
 
 def _with_classes(make: Callable[..., nn.Module], classes: int | None, model: str, **options: Any) -> nn.Module:

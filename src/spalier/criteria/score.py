@@ -112,16 +112,8 @@ def normalised(scores: Floats, how: Normalise) -> Floats:
     return scores / size if size > 0 else scores.copy()
 
 
-CRITERIA: dict[str, Callable[[], Criterion]] = {
-    "weight": Weight,
-    "magnitude": Magnitude,
-    "gradient": Gradient,
-    "taylor": Taylor,
-    "lrp": LRP,
-    "second_order": SecondOrder,
-    "movement": Movement,
-    "random": Random,
-}
+_KINDS: tuple[type[Criterion], ...] = (Weight, Magnitude, Gradient, Taylor, LRP, SecondOrder, Movement, Random)
+CRITERIA: dict[str, Callable[[], Criterion]] = {kind().name: kind for kind in _KINDS}
 
 
 def score(

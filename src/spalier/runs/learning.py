@@ -248,6 +248,7 @@ def set_memory_format_(net: nn.Module, channels_last: bool) -> None:
 # samples
 
 
+@dataclass(frozen=True)
 class Samples:
     """Batches of some training samples, not augmented, to score and recover on.
 
@@ -255,16 +256,11 @@ class Samples:
     taken for them.
     """
 
-    def __init__(
-        self,
-        split: Split,
-        indices: np.ndarray[Any, Any],
-        batch_size: int,
-        to_device: Callable[[Inputs], Inputs],
-        teacher: nn.Module | None,
-    ) -> None:
-        self.split, self.indices, self.batch_size = split, indices, batch_size
-        self.to_device, self.teacher = to_device, teacher
+    split: Split
+    indices: np.ndarray[Any, Any]
+    batch_size: int
+    to_device: Callable[[Inputs], Inputs]
+    teacher: nn.Module | None
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:

@@ -408,11 +408,8 @@ _RANGES: list[tuple[str, Callable[[float], bool], tuple[str, ...]]] = [
     ("at least 2", lambda x: x >= 2, ("max_length",)),
     ("at least 0", lambda x: x >= 0, ("epochs", "epochs_per_prune", "final_epochs", "refit_epochs", "num_workers")),
     ("at least 0", lambda x: x >= 0, ("validate_every", "weight_decay", "warmup_epochs", "checkpoint_seconds")),
-    (
-        "more than 0",
-        lambda x: x > 0,
-        ("lr", "refit_lr", "head_lr_scale", "grad_clip", "temperature", "image_size", "max_train_samples"),
-    ),
+    ("more than 0", lambda x: x > 0, ("lr", "refit_lr", "head_lr_scale", "grad_clip", "temperature")),
+    ("more than 0", lambda x: x > 0, ("image_size", "max_train_samples")),
     ("a number in [0, 1)", lambda x: 0 <= x < 1, ("validation_split", "momentum", "label_smoothing")),
     ("a number in (0, 1]", lambda x: 0 < x <= 1, ("prune_step", "final_density", "distill_weight")),
     ("a number in (0, 1)", lambda x: 0 < x < 1, ("ema_decay",)),

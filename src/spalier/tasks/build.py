@@ -249,12 +249,10 @@ class _Builder:
         made: dict[str, Tensor] = {}
         for row, cut in self.task.cut_rows:
             for name in row.names:
-                if row.source == "values":
-                    tensor = self._own_values(name)
-                elif row.source == "integers":
-                    tensor = self._own_integers(name)
-                elif row.source == "base":
+                if row.source == "base":
                     tensor = self._cut(self.base.tensors[name], cut)
+                elif isinstance(row.source, str):
+                    tensor = self._own(name, next(self._values if row.source == "values" else self._integers))
                 else:
                     tensor = self._adapted(name, row.source, cut)
                 made[name] = self._like_base(name, tensor)
@@ -268,17 +266,13 @@ class _Builder:
         learns = self.base.flags[name]
         return values if learns is None else nn.Parameter(values, requires_grad=learns and not self._share)
 
-    def _own_values(self, name: str) -> Tensor:
-        dtype, found = self.base.tensors[name].dtype, next(self._values)
-        if found.dtype != dtype:
-            found = found.to(dtype)
-            _check_finite(name, found)
-        return found if self._share else found.clone()
-
-    def _own_integers(self, name: str) -> Tensor:
-        dtype, found = self.base.tensors[name].dtype, next(self._integers)
-        made = found if dtype == torch.int64 else found.to(dtype)
-        if made is not found and not torch.equal(made.to(torch.int64), found):
+    def _own(self, name: str, found: Tensor) -> Tensor:
+        """A tensor of the task's own, in the base's dtype."""
+        dtype = self.base.tensors[name].dtype
+        made = found if found.dtype == dtype else found.to(dtype)
+        if made is not found and found.is_floating_point():
+            _check_finite(name, made)
+        elif made is not found and not torch.equal(made.to(torch.int64), found):
             raise TaskFileError("base", f"{quoted(name)} is {dtype}, too small for its numbers")
         return made if self._share else made.clone()
 

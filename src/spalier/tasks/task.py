@@ -536,15 +536,11 @@ def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
         codes = torch.from_numpy(pack(tensors["adapters"].numpy(), numbers.BYTE_LEVELS))
         held |= {"adapters": empty, "codes": codes}
     task = Task(info, table, masks, **held, values=tensors["values"], integers=numbers.expanded(pairs, table.integers))
-    read: dict[str, Any] = {}
+    # nobody has seen the task yet, and what masks leave of its table takes as long to find as all the rest
     if length_of_codes is not None:
-        read["codes"] = numbers.inflated(task.codes, length_of_codes, task._bytes_of_codes)
+        vars(task)["codes"] = numbers.inflated(task.codes, length_of_codes, task._bytes_of_codes)
     if in_bytes_now:
-        read["values"] = numbers.values_of_bytes(tensors["values"], task._own_shapes)
-    if read:
-        known: dict[str, Any] = {key: vars(task)[key] for key in ("cut_rows", "adapter_shapes") if key in vars(task)}
-        task = replace(task, **read)
-        vars(task).update(known)  # which take as long as all the rest
+        vars(task)["values"] = numbers.values_of_bytes(tensors["values"], task._own_shapes)
     task._check_numbers()
     return task
 
