@@ -41,37 +41,27 @@ class Batch:
     """One batch: ``(inputs, *targets)``, a dict of keyword arguments, or inputs alone."""
 
     def __init__(self, number: int, given: Any) -> None:
-        self.number = number
-        self.targets: tuple[Any, ...] = ()
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
-        if isinstance(given, Mapping):
-            self.kwargs = dict(given)
-        elif isinstance(given, tuple | list) and given:
-            inputs, self.targets = given[0], tuple(given[1:])
-            if isinstance(inputs, Mapping):
-                self.kwargs = dict(inputs)
-            else:
-                self.args = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-        elif isinstance(given, Tensor):
-            self.args = (given,)
-        else:
+        inputs, *targets = given if isinstance(given, tuple | list) and given else (given,)
+        if given is inputs and not isinstance(given, Mapping | Tensor):
             raise ScoreError(
                 f"batch {number} is a {type(given).__name__}, expected (inputs, targets), a dict of keyword arguments, "
                 "or a tensor"
             )
+        self.number, self.targets = number, tuple(targets)
+        self.kwargs: dict[str, Any] = dict(inputs) if isinstance(inputs, Mapping) else {}
+        several = inputs if isinstance(inputs, tuple | list) else (inputs,)
+        self.args: tuple[Any, ...] = () if isinstance(inputs, Mapping) else tuple(several)
 
     def to(self, net: nn.Module) -> Batch:
         """The batch where the network is, as tensors that can be differentiated through."""
-        self.args, self.kwargs, self.targets = tree_map_only(
-            Tensor, lambda t: t.clone() if t.is_inference() else t, (self.args, self.kwargs, self.targets)
-        )
-        first = next((t for t in (*net.parameters(), *net.buffers())), None)
-        if first is not None and first.device.type != "cpu":
-            device = first.device
-            self.args, self.kwargs, self.targets = tree_map_only(
-                Tensor, lambda t: t.to(device), (self.args, self.kwargs, self.targets)
-            )
+        first = next((t for t in (*net.parameters(), *net.buffers())), torch.empty(0))
+
+        def moved(tensor: Tensor) -> Tensor:
+            tensor = tensor.clone() if tensor.is_inference() else tensor
+            return tensor if first.device.type == "cpu" else tensor.to(first.device)
+
+        given = (self.args, self.kwargs, self.targets)
+        self.args, self.kwargs, self.targets = tree_map_only(Tensor, moved, given)
         return self
 
     @property

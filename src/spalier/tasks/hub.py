@@ -32,16 +32,6 @@ MAX_ANSWER = 300
 _PUNCTUATION = re.compile(r"[!-+:-@\[-`{-~]|(?<!\w)-|-(?!\w)")
 _SECRET = re.compile(r"\bhf_[A-Za-z0-9]{20,}|(?<=[Bb]earer )\S+")
 
-# the hub refuses a card whose licence is not among its own (huggingface_hub issue 4218): SPDX names in lower case, a
-# few of models, and families such as "gpl", which are left out here
-_LICENCES = """
-    afl-3.0 agpl-3.0 apache-2.0 artistic-2.0 bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc-by-2.0
-    cc-by-2.5 cc-by-3.0 cc-by-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0
-    cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc0-1.0
-    cdla-permissive-1.0 cdla-permissive-2.0 cdla-sharing-1.0 ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2
-    gemma gpl-2.0 gpl-3.0 isc lgpl-2.1 lgpl-3.0 llama2 llama3 llama3.1 llama3.2 llama3.3 lppl-1.3c mit mpl-2.0 ms-pl
-    ncsa ofl-1.1 openrail osl-3.0 postgresql unlicense wtfpl zlib
-"""
 _USAGE = """## How to use
 
 `base` is the network that the task was learned on; its fingerprints are checked.
@@ -95,7 +85,9 @@ def escaped(text: str) -> str:
 def _licence(licence: str) -> dict[str, Any]:
     """The licence as the hub knows it, or as another one with its name."""
     known = licence.lower().removesuffix("-only")
-    if not licence or known in _LICENCES.split():
+    # the hub refuses a card whose licence is not among its own (huggingface_hub issue 4218): SPDX names in lower case,
+    # a few of models, and families such as "gpl", which are left out here
+    if not licence or known in Path(__file__).with_name("licences.txt").read_text("utf-8").split():
         return {"license": known} if licence else {}
     name = re.sub(r"[^a-z0-9.]+", "-", licence.lower()).strip("-.")
     return {"license": "other", **({"license_name": name} if name else {})}

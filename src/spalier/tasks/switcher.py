@@ -121,7 +121,9 @@ class Switcher(InNotebooks):
 
     def look(self, name: str) -> ReadyNetwork | None:
         """The same where it is ready, and its file has not changed; None where it would have to be built."""
-        stamp = self._stamp(name)
+        return self._found(name, self._stamp(name))
+
+    def _found(self, name: str, stamp: tuple[int, int, int]) -> ReadyNetwork | None:
         with self._lock:
             found = self._ready.get(name)
             if found is None or found.stamp != stamp:
@@ -155,11 +157,8 @@ class Switcher(InNotebooks):
         with self._lock:
             building = self._building.setdefault(name, threading.Lock())
         with building:  # one thread builds, the others find it ready
-            with self._lock:
-                found = self._ready.get(name)
-                if found is not None and found.stamp == stamp:
-                    self._ready.move_to_end(name)
-                    return found
+            if (found := self._found(name, stamp)) is not None:
+                return found
             task, digest = self.store.read(name) if self._digests else (self.store.load(name), "")
             net = build(task, self._base, fold=self._fold, share=True, pool=self._pool)
             made = ReadyNetwork(name, net, task.info, bytes_beside(task, self._base), stamp, digest)
