@@ -83,7 +83,8 @@ def open_network(
     source = _state(name) if pretrained and name in _BUILT_IN else weights
     if source is not None and not name.startswith("hf:"):
         loaded = models.load_weights_(net, source, head=_classifiers(net, classes or _class_count(net)))
-        _LOG.info("%s: pooled %s; skipped %s", weights or name, _listed(loaded.pooled), _listed(loaded.skipped))
+        done = (", ".join(names) or "nothing" for names in (loaded.pooled, loaded.skipped))
+        _LOG.info("%s: pooled %s; skipped %s", weights or name, *done)
     return net
 
 
@@ -239,10 +240,6 @@ def _close(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {', '.join(matches)}?" if matches else ";"
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) or "nothing"
-
-
 # transformers
 
 _OF_THE_HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
@@ -275,9 +272,8 @@ def _of_transformers(
                 net, info = type(net).from_pretrained(None, state_dict=source, **_loading(config))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise NetworkError(f"transformers cannot make {name!r} of safetensors: {error}") from error
-    made: nn.Module = net
-    _check_loaded(name if weights is None else str(weights), made, info)
-    return made
+    _check_loaded(name if weights is None else str(weights), net, info)
+    return net  # type: ignore[no-any-return]
 
 
 def _auto_class(transformers: Any, name: str, config: Any) -> Any:
@@ -341,7 +337,7 @@ def _check_loaded(name: str, net: nn.Module, info: Mapping[str, Any]) -> None:
             "expected weights of this configuration, with other classes at most"
         )
     if fresh or unused:
-        _LOG.info("%s: initialised anew %s; left out %s", name, _listed(fresh), _listed(unused))
+        _LOG.info("%s: initialised anew %s; left out %s", name, *(", ".join(n) or "nothing" for n in (fresh, unused)))
 
 
 @contextlib.contextmanager

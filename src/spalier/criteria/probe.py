@@ -138,18 +138,17 @@ def _first_not_finite(net: nn.Module, batch: Batch) -> str:
     """Where NaN or infinity begins."""
     found: list[str] = []
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            tensors = (t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point())
-            if any(not torch.isfinite(t).all() for t in tensors):
-                found.append(name)
+    def is_broken(values: Any) -> bool:
+        tensors = (t for t in tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point())
+        return any(not torch.isfinite(t).all() for t in tensors)
 
-        return hook
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if is_broken(output):
+            found.append(name)
 
-    given = (t for t in tree_leaves((batch.args, batch.kwargs)) if isinstance(t, Tensor))
-    if any(t.is_floating_point() and not torch.isfinite(t).all() for t in given):
+    if is_broken((batch.args, batch.kwargs)):
         return ", its inputs are not finite"
-    handles = [m.register_forward_hook(note(n)) for n, m in net.named_modules() if n]
+    handles = [m.register_forward_hook(partial(note, n)) for n, m in net.named_modules() if n]
     with hooked(handles):
         batch.run(net)
     return f", first not finite at {found[0]!r}" if found else ""

@@ -102,18 +102,11 @@ def _name(func: Any) -> str:
 
 
 _SPELLINGS = {
-    "iadd": "add",
-    "radd": "add",
-    "isub": "sub",
+    **dict.fromkeys(("iadd", "radd"), "add"),
+    **dict.fromkeys(("isub", "subtract"), "sub"),
     "rsub": "rsub",
-    "subtract": "sub",
-    "imul": "mul",
-    "rmul": "mul",
-    "multiply": "mul",
-    "truediv": "div",
-    "itruediv": "div",
-    "divide": "div",
-    "true_divide": "div",
+    **dict.fromkeys(("imul", "rmul", "multiply"), "mul"),
+    **dict.fromkeys(("truediv", "itruediv", "divide", "true_divide"), "div"),
 }
 
 

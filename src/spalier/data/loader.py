@@ -219,10 +219,8 @@ def _signal_handler_kept() -> Iterator[None]:
 
     Without it, the call that waits for a batch notices some seconds later.
     """
-    if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.getsignal(signal.SIGCHLD)
+    is_main = hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGCHLD) if is_main else None
     try:
         yield
     finally:

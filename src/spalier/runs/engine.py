@@ -164,7 +164,7 @@ class Engine:
             self.plan = Plan(structure_of(self.net, None), **checkpoint.plan)
         self.begin_block()
         learning.restore_optimizer_(self.optimizer, self.net, checkpoint.part("optimizer"))
-        if checkpoint.scaler is not None and self.machine.scaler is not None:
+        if checkpoint.scaler:
             self.machine.scaler.load_state_dict(checkpoint.scaler)
         if self.average is not None and checkpoint.part("average"):
             self.average.values = self._on_device(checkpoint.part("average"))
@@ -505,7 +505,6 @@ class Engine:
                 "best": self.best_values,
                 "unrounded": unrounded(self.net),
             }
-            scaler = self.machine.scaler
             checkpoint = Checkpoint(
                 position=self.position,
                 task=self._task({}),
@@ -519,7 +518,7 @@ class Engine:
                 plan=None if self.plan is None else learning.plan_to_dict(self.plan),
                 rows=self.rows,
                 seconds=self._seconds(),
-                scaler=None if scaler is None else scaler.state_dict(),
+                scaler=self.machine.scaler.state_dict() or None,
             )
             save_checkpoint(self.folder, checkpoint)
         self.saved = time.monotonic()

@@ -66,8 +66,8 @@ class Machine:
         """Whether this process writes files and shows progress."""
         chosen = config.channels_last
         self.channels_last = self.device.type == "cpu" if chosen is None else chosen
-        self.scaler: Any = self.accelerator.scaler
-        """What scales the loss in fp16, or None."""
+        self.scaler: Any = self.accelerator.scaler or torch.amp.GradScaler(enabled=False)
+        """What scales the loss in fp16; in other precisions it does nothing."""
 
     def track(self) -> None:
         """Open the trackers; their files are in the run's folder."""
@@ -85,16 +85,12 @@ class Machine:
 
     def step_(self, optimizer: Optimizer, grad_clip: float | None) -> None:
         """Clip the gradient, where that is asked for, and update what is learned."""
-        if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
+        self.scaler.unscale_(optimizer)
         if grad_clip is not None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
-        if self.scaler is not None:
-            self.scaler.step(optimizer)
-            self.scaler.update()
-        else:
-            optimizer.step()
+        self.scaler.step(optimizer)
+        self.scaler.update()
         optimizer.zero_grad()
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:

@@ -79,14 +79,8 @@ class Switcher(InNotebooks):
     def __str__(self) -> str:
         with self._lock:
             sizes = {name: entry.bytes for name, entry in self._ready.items()}
-        rows = [
-            [
-                name,
-                "active" if name == self.active else "ready" if name in sizes else "on disk",
-                f"{sizes.get(name, 0):,}",
-            ]
-            for name in self.store
-        ]
+        states = dict.fromkeys(sizes, "ready") | {self.active: "active"}
+        rows = [[name, states.get(name, "on disk"), f"{sizes.get(name, 0):,}"] for name in self.store]
         return f"{self!r}\n{table(['task', 'state', 'bytes beside the base'], rows)}" if rows else repr(self)
 
     @property
