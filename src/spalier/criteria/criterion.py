@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -264,31 +265,28 @@ def _gated(net: nn.Module, watches: list[Watch], samples: list[int]) -> Iterator
     """Multiply every unit by a gate of its own for each sample."""
     gates: Gates = [[] for _ in watches]
     places = [
-        (watch.site.module, watch.site.side, _Gate(watch, made, samples).applied)
+        (watch.site.module, watch.site.side, partial(_apply_gate, watch, made, samples))
         for watch, made in zip(watches, gates, strict=True)
     ]
     with seeing(net, places):
         yield gates
 
 
-@dataclass(frozen=True)
-class _Gate:
-    watch: Watch
-    gates: list[Tensor]
-    samples: list[int]
-    """How many samples the current batch has."""
+def _apply_gate(watch: Watch, gates: list[Tensor], batch: list[int], value: Tensor) -> Tensor:
+    """Every unit of every sample, of which the current batch has so many, times a gate of its own."""
+    axis = watch.site.axis % value.dim()
+    first = sample_axis(tuple(value.shape), axis, batch[0])
+    samples = 1 if first is None else batch[0]
+    gate = torch.ones(samples, watch.units, dtype=value.dtype, device=value.device).requires_grad_()
+    gates.append(gate)
+    padded = torch.cat([gate, torch.ones_like(gate[:, :1])], 1)[:, watch.where.to(value.device)]
+    if first is None:
+        return value * padded.view([-1 if a == axis else 1 for a in range(value.dim())])
+    windows = value.shape[first] // samples  # those of one sample share its gates
+    padded = padded.repeat_interleave(windows, 0)
+    shape = [n if a in (first, axis) else 1 for a, n in enumerate(value.shape)]
+    return value * (padded if first < axis else padded.T).reshape(shape)
 
-    def applied(self, value: Tensor) -> Tensor:
-        """Every unit of every sample times a gate of its own."""
-        axis = self.watch.site.axis % value.dim()
-        first = sample_axis(tuple(value.shape), axis, self.samples[0])
-        samples = 1 if first is None else self.samples[0]
-        gate = torch.ones(samples, self.watch.units, dtype=value.dtype, device=value.device).requires_grad_()
-        self.gates.append(gate)
-        padded = torch.cat([gate, torch.ones_like(gate[:, :1])], 1)[:, self.watch.where.to(value.device)]
-        if first is None:
-            return value * padded.view([-1 if a == axis else 1 for a in range(value.dim())])
-        windows = value.shape[first] // samples  # those of one sample share its gates
-        padded = padded.repeat_interleave(windows, 0)
-        shape = [n if a in (first, axis) else 1 for a, n in enumerate(value.shape)]
-        return value * (padded if first < axis else padded.T).reshape(shape)
+
+KINDS: tuple[type[Criterion], ...] = (Weight, Magnitude, Gradient, Taylor, SecondOrder, Movement, Random)
+"""Those of this file, in the order in which their names are listed."""

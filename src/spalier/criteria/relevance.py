@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spalier.errors import ScoreError
 
@@ -38,7 +39,7 @@ class Relevance(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = _latest(args), _latest(kwargs or {})
+        args, kwargs = tree_map_only(Tensor, latest, (args, kwargs or {}))
         name = _name(func)
         # "get" reads an attribute such as x.shape; without relevance on the way PyTorch's own function will do
         if name == "get" or not _carries(args, kwargs):
@@ -64,20 +65,11 @@ _NOW = "_spalier_now"
 """The attribute of a tensor that was written into: what it has become."""
 
 
-def _latest(values: Any) -> Any:
-    if isinstance(values, Tensor):
-        while _NOW in values.__dict__:
-            values = values.__dict__[_NOW]
-        return values
-    if type(values) in (tuple, list):
-        return type(values)(_latest(v) for v in values)
-    return {key: _latest(v) for key, v in values.items()} if type(values) is dict else values
-
-
 def latest(tensor: Tensor) -> Tensor:
     """What a tensor has become in the course of a run."""
-    found: Tensor = _latest(tensor)
-    return found
+    while _NOW in tensor.__dict__:
+        tensor = tensor.__dict__[_NOW]
+    return tensor
 
 
 def _writes(func: Any, args: Any, kwargs: Any) -> bool:
@@ -112,16 +104,7 @@ _SPELLINGS = {
 
 def _carries(*values: Any) -> bool:
     """True where relevance can pass through some tensor."""
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.requires_grad:
-                return True
-        elif isinstance(value, tuple | list):
-            if _carries(*value):
-                return True
-        elif isinstance(value, dict) and _carries(*value.values()):
-            return True
-    return False
+    return any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves(values))
 
 
 class _Rule(torch.autograd.Function):
@@ -360,13 +343,7 @@ def _div(func: Any, a: Any, b: Any, **kwargs: Any) -> Tensor:
 
 
 def _detached(values: Any) -> Any:
-    if isinstance(values, Tensor):
-        return values.detach()
-    if isinstance(values, tuple | list):
-        return type(values)(_detached(v) for v in values)
-    if isinstance(values, dict):
-        return {key: _detached(value) for key, value in values.items()}
-    return values
+    return tree_map_only(Tensor, Tensor.detach, values)
 
 
 def _out_of_place(func: Any) -> Any:

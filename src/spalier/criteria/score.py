@@ -15,17 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from spalier.criteria.criterion import (
-    Criterion,
-    Gradient,
-    Magnitude,
-    Movement,
-    Normalise,
-    Random,
-    SecondOrder,
-    Taylor,
-    Weight,
-)
+from spalier.criteria.criterion import KINDS, Criterion, Normalise
 from spalier.criteria.lrp import LRP
 from spalier.criteria.probe import Batches, Probe, Values
 from spalier.distributed import summed_over_ranks
@@ -112,8 +102,7 @@ def normalised(scores: Floats, how: Normalise) -> Floats:
     return scores / size if size > 0 else scores.copy()
 
 
-_KINDS: tuple[type[Criterion], ...] = (Weight, Magnitude, Gradient, Taylor, LRP, SecondOrder, Movement, Random)
-CRITERIA: dict[str, Callable[[], Criterion]] = {kind().name: kind for kind in _KINDS}
+CRITERIA: dict[str, Callable[[], Criterion]] = {kind().name: kind for kind in (*KINDS[:4], LRP, *KINDS[4:])}
 
 
 def score(

@@ -279,9 +279,8 @@ def _is_unicode(text: str) -> bool:
 
 def _in_order(names: set[str]) -> tuple[str, ...]:
     """By number, where all are numbers: 2 before 10."""
-    if all(name.isdecimal() for name in names):
-        return tuple(sorted(names, key=lambda name: (int(name), name)))
-    return tuple(sorted(names))
+    are_numbers = all(name.isdecimal() for name in names)
+    return tuple(sorted(names, key=lambda name: (int(name) if are_numbers else 0, name)))
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -478,7 +478,9 @@ def examples(
     if not len(indices) or bool((split.labels < 0).any()):
         return None
     texts = getattr(split, "texts", None)
-    if texts is None and not _are_images(split.fetch(indices[:1], None)[0]):
+    first = split.fetch(indices[:1], None)[0]
+    is_image = isinstance(first, Tensor) and first.dim() == 4 and first.shape[1] in (1, 3)
+    if texts is None and not (is_image and first.dtype.is_floating_point):  # type: ignore[union-attr]
         return None
     starts = range(0, len(indices), batch_size)
     batches = (to_device(split.fetch(indices[i : i + batch_size], None)[0]) for i in starts)
@@ -496,12 +498,6 @@ def examples(
     assert isinstance(images, Tensor)
     tiles, side = _tiles(images)
     return {"side": side, "columns": _EXAMPLES, "items": items}, _png(tiles, side)
-
-
-def _are_images(samples: Inputs) -> bool:
-    if not isinstance(samples, Tensor):
-        return False
-    return samples.dim() == 4 and samples.shape[1] in (1, 3) and samples.dtype.is_floating_point
 
 
 def _surest(sure: Tensor, labels: Tensor, among: Tensor) -> list[int]:

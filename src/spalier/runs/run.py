@@ -204,10 +204,8 @@ class TransferPruning(Settings):
                 where.write(where.settings, config.to_yaml().encode())
                 if config.start_task is None:
                     warn_if_untrained(net, config.network.removeprefix(_GIVEN))
-            if config.head is not None:
-                head = [config.head]
-            else:
-                head = heads_of(net) if samples.is_text else [head_of(net, classes=len(samples.classes))]
+            head = [] if config.head is None else [config.head]
+            head = head or (heads_of(net) if samples.is_text else [head_of(net, classes=len(samples.classes))])
             stack.enter_context(_unchanged(net, machine))
             _check_fit(config, net, samples, machine)
             loop = engine(config, where, net, head, samples, machine)

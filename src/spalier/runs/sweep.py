@@ -107,10 +107,8 @@ class Sweep:
             progress: print which runs are done.
         """
         check_integer("jobs", jobs, 1)
-        if threads is None:
-            share = torch.get_num_threads() if jobs == 1 else max(1, available_cores() // jobs)
-            threads = 1 if place == "ray" else share
-        check_integer("threads", threads, 1)
+        share = torch.get_num_threads() if jobs == 1 else max(1, available_cores() // jobs)
+        threads = check_integer("threads", (1 if place == "ray" else share) if threads is None else threads, 1)
         if place not in ("local", "ray"):
             raise ConfigError(f'place is {place!r}, expected "local" or "ray"')
         if place == "local" and gpus:
@@ -337,12 +335,12 @@ class SweepResults:
 
 
 def _summarised(others: Sequence[str], rows: Sequence[Row]) -> Row:
-    found = {name: _setting(rows[0], name) for name in others} | {"target": rows[0]["target"]}
-    found |= {"code": rows[0]["code"]} if "code" in rows[0] else {}
+    found = {name: _setting(rows[0], name) for name in others}
+    found |= {name: rows[0][name] for name in ("target", "code") if name in rows[0]}
     for name in _MEASURED:
         of = mean([row[name] for row in rows if row[name] is not None])
-        value, deviation, count = (None, None, 0) if of is None else (of.value, of.deviation, of.count)
-        found |= {f"{name}_mean": value, f"{name}_deviation": deviation, f"{name}_count": count}
+        values = (None, None, 0) if of is None else (of.value, of.deviation, of.count)
+        found |= dict(zip((f"{name}_mean", f"{name}_deviation", f"{name}_count"), values, strict=True))
     return found
 
 
