@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import is_
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from spalier.adapters.attachment import Owner
 from spalier.structure.arithmetic import fresh
 from spalier.structure.graph import RULES, module_of
+from spalier.structure.recording import Program
 from spalier.structure.structure import Structure
 
 Fact = Hashable
@@ -41,12 +42,18 @@ class Noted(TorchDispatchMode):
     def __init__(self, running: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.running = running
-        self.log: list[tuple[Literal["views", "facts", "made"], str, Any]] = []
+        self.log: list[tuple[Literal["views", "facts", "made", "wrong", "set_right"], str, Any]] = []
         """All of it in the order of the run, with the paths of the modules."""
         self.views: dict[str, list[tuple[int, ...]]] = {}
         self.facts: dict[str, list[Fact]] = {}
         self.made: dict[str, list[tuple[int, ...]]] = {}
         """Shapes of tensors that are made of a shape alone."""
+        self.wrong: dict[str, list[Any]] = {}
+        """Sizes and numbers that were set right."""
+        self.set_right: dict[str, list[Any]] = {}
+        """The kinds of views that were looked at for that."""
+        self.counts: Counter[tuple[str, Any]] = Counter()
+        """How many of each there are so far, by module and kind."""
         self.outputs: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,6 +70,16 @@ class Noted(TorchDispatchMode):
             self.log.append(("made", self.running[-1], shape))
         self.log += [("facts", self.running[-1], fact) for fact in _facts(func, args, kwargs or {}, out)]
         return out
+
+    def count(self, place: str, kind: Any) -> int:
+        """The number of a view among those of its kind that a module makes, however often it runs."""
+        self.recall([("set_right", place, kind)])
+        return self.counts[place, kind] - 1
+
+    def recall(self, log: list[tuple[Any, str, Any]]) -> None:
+        """Note what was noted before."""
+        self.log += log
+        self.counts.update((place, what) for kind, place, what in log if kind == "set_right")
 
     def sorted_(self) -> Noted:
         """The log by modules."""
@@ -89,11 +106,18 @@ class Memory:
         self.cut: frozenset[int] = frozenset()
         """The streams that have fewer units now."""
         self.is_off = False
-        self._known: dict[Hashable, tuple[Any, Hashable, list[Any]]] = {}
+        self._known: dict[tuple[Hashable, ...], tuple[Any, Hashable, list[Any]]] = {}
+        self._paths = {module: path for path, module in net.named_modules()}
         inside = {module: [own.get(each, ()) for each in module.modules()] for module in net.modules()}
         self._inside = {module: frozenset[int]().union(*streams) for module, streams in inside.items()}
         """The streams that a module is cut in; without the network, which never runs twice alike, and what changes."""
         del self._inside[net]
+
+    def forget_(self, path: str, streams: Iterable[int]) -> None:
+        """A module runs otherwise from now on, with sizes of these streams too."""
+        around = {module for module, own in self._paths.items() if f"{path}.".startswith(f"{own}.")}
+        self._known = {key: known for key, known in self._known.items() if key[0] not in around}
+        self._inside.update({module: self._inside[module].union(streams) for module in around & self._inside.keys()})
 
     @contextmanager
     def recalling(self, noted: Noted) -> Iterator[None]:
@@ -103,7 +127,7 @@ class Memory:
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if self.is_off or module not in self._inside:
                 return own(module, *args, **kwargs)
-            return self._call(noted.log, partial(own, module), module, args, kwargs)
+            return self._call(noted, partial(own, module), module, args, kwargs)
 
         setattr(nn.Module, "__call__", call)  # noqa: B010  (mypy takes it for a method)
         try:
@@ -111,20 +135,22 @@ class Memory:
         finally:
             setattr(nn.Module, "__call__", own)  # noqa: B010
 
-    def _call(self, log: list[Any], run: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _call(self, noted: Noted, run: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         given = _plain((args, tuple(kwargs.items())))
-        key = (module, module.training, self.cut & self._inside[module], given)
+        inside = f"{self._paths[module]}."
+        counts = frozenset(each for each in noted.counts.items() if f"{each[0][0]}.".startswith(inside))
+        key = (module, module.training, self.cut & self._inside[module], given, counts)
         known = self._known.get(key)
         if known is not None and _plain(known[0]) == known[1]:  # else it was changed in place since
-            log += known[2]
+            noted.recall(known[2])
             return known[0]
-        start, before = len(log), _state(module)
+        start, before = len(noted.log), _state(module)
         out = run(*args, **kwargs)
         made, after = _plain(out), _state(module)
         if len(before) != len(after) or not all(map(is_, before, after)):  # others may read what it keeps
             del self._inside[module]
         elif given is not None and made is not None and _plain((args, tuple(kwargs.items()))) == given:
-            self._known[key] = out, made, log[start:]
+            self._known[key] = out, made, noted.log[start:]
         return out
 
 
@@ -152,15 +178,14 @@ def _grouped(x: Tensor, weights: Tensor) -> Tensor:
 _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 
 
-def facts_of_graph(program: ExportedProgram) -> dict[str, set[Fact]]:
+def facts_of_graph(program: Program) -> dict[str, set[Fact]]:
     """What each module's code computes with in the whole network, so far as the graph shows it."""
-    lifted = program.graph_signature.inputs_to_lifted_tensor_constants
     found: dict[str, set[Fact]] = {}
 
     def value(node: Node) -> Any:
-        return program.constants[lifted[node.name]] if node.name in lifted else node.meta.get("val")
+        return program.constants.get(node.name, node.meta.get("val"))
 
-    for graph in program.graph_module.modules():
+    for graph in program.module.modules():
         for node in graph.graph.nodes if isinstance(graph, GraphModule) else ():
             if isinstance(node.target, OpOverload):
                 args, kwargs = map_aggregate((node.args, node.kwargs), lambda a: value(a) if isinstance(a, Node) else a)

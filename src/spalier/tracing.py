@@ -10,7 +10,6 @@ chance would hide a failure.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 import os
@@ -25,16 +24,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from spalier.adapters.attachment import MARK, Changes, Owner, owners_of
+from spalier.adapters.attachment import Changes, Owner, owners_of
 from spalier.adapters.calls import Calls, Corrected, fits, left_open
-from spalier.adapters.geometry import plain_tensors
 from spalier.errors import TraceError
 from spalier.noting import NO_SIZES, Memory, Noted, facts_of_graph, known_shape
 from spalier.pruning.modules import Resize, resized
 from spalier.pruning.plan import PRUNED_MARK, Indices, Kept, Reduction, whole
 from spalier.pruning.prune import Cutter, apply_
-from spalier.pruning.verify import follow_calls
 from spalier.structure.graph import CAPTURING, Value, arguments, as_base, on_device_of, quiet
+from spalier.structure.recording import follow_calls, twin_of, without_values
 from spalier.structure.streams import Extent, scales_of, views_of
 from spalier.structure.structure import UNUSED, Cache, Freeze, Structure, find, fingerprint, without
 from spalier.text import first_line
@@ -45,9 +43,9 @@ def trace(
 ) -> Structure:
     """Find the streams of ``net``: coupled channels, who writes and reads them, and what has to stay.
 
-    The network is captured with `torch.export` in eval mode, frozen or not, adapted or not, and left as it was. Then a
-    twin without values shows whether its own code runs with fewer channels. What is not understood, or does not follow,
-    is frozen, with the operation and the line as the reason. Several threads take turns.
+    The graph of one forward in eval mode is recorded, frozen or not, adapted or not, and the network left as it was.
+    Then a twin without values shows whether its own code runs with fewer channels. What is not understood, or does not
+    follow, is frozen, with the operation and the line as the reason. Several threads take turns.
 
     Args:
         net: any network that `torch.export` can capture, on the CPU or on the meta device.
@@ -216,13 +214,13 @@ class _Twin:
     """A copy of a network that computes shapes alone; it is cut and mended again and again."""
 
     def __init__(self, net: nn.Module, structure: Structure) -> None:
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # late: it brings sympy along
-
         assert structure.captured is not None
         self.structure, self.captured = structure, structure.captured
-        # with a ShapeEnv, as in torch.export: sizes that depend on values are symbols instead of errors
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-        self.net = _copied(net, self.mode)
+        twin, self.captured.program.twin = self.captured.program.twin, None  # it is cut here
+        if twin is None:
+            with as_base(net):
+                twin = twin_of(net)
+        self.net, self.mode = twin.net, twin.mode
         self.hooks = _unhooked_(self.net)
         fake = partial(self.mode.from_tensor, static_shapes=True)
         self.example = tree_map_only(Tensor, fake, on_device_of(net, self.captured.example))
@@ -235,12 +233,13 @@ class _Twin:
         self.skipped = _prepared_(self.net)
         self.memory = Memory(self.net, structure, self.owners)
         self.small: dict[Hashable, Tensor] = {}
+        self.noted = Noted(self.running)
+        """What the run that is under way has noted."""
         self._uncut: Noted | None = None
         self.corrected: dict[str, tuple[tuple[int, float], ...]] = {}
         """The modules whose calls are set right, and what tensors are scaled with in them."""
         self.wrong: set[Wrong] = set()
         """What they got wrong, without some units of all streams."""
-        self.counts: dict[Any, int] = {}
         self.facts = facts_of_graph(self.captured.program)
         made = tree_leaves(self.captured.program.graph.output_node().args[0])
         values = [node.meta["val"] for node in made if isinstance(node, Node)]
@@ -282,7 +281,7 @@ class _Twin:
         try:
             with self.mode:
                 reduction = Reduction(self.net, self.structure, self.owners, self.whole, left)
-                apply_(reduction, _FakeCutter(changes, self.small))
+                apply_(reduction, _FakeCutter(changes, self.mode, self.small))
             for path in self.corrected:
                 module = self.net.get_submodule(path)
                 changes.set_(module, "", "forward", partial(_run_correcting, module, self, path, left))
@@ -318,17 +317,23 @@ class _Twin:
                 for each in like:
                     scales = scales_of(self.captured.program, each)
                     self.corrected[each] = tuple((scale.axes, scale.number) for scale in scales)
+                    self.memory.forget_(each, self._streams_in(each))
                 if path in self.corrected:
-                    self.memory.is_off = True  # what is set right is noted by running it
                     return True
         return False
+
+    def _streams_in(self, path: str) -> set[int]:
+        """The streams that the views of a module have axes of."""
+        walk, assembly = self.captured.walk, self.captured.assembly
+        values = [value for (module, *_), values in walk.reshapes.items() if module == path for value in values]
+        fields = (value.on(axis) for value in values for axis in range(len(value.shape)))
+        return {stream for each in fields for stream, _ in assembly.units_on(each)}
 
     def _run(self) -> Noted | Failure:
         """The shapes that the twin makes; or where it fails, and how."""
         args, kwargs = arguments(self.example)
         self.running.clear()
-        self.counts.clear()
-        noted = Noted(self.running)
+        self.noted = noted = Noted(self.running)
         try:
             self.net.train()  # what modules cache until they train is made anew
             self.net.train(self.training)
@@ -338,7 +343,9 @@ class _Twin:
             place = self.running[-1] if self.running else ""
             return place, f"{_code_of(place)} does not follow: {first_line(error)}"
         noted.outputs = [known_shape(x) for x in out if isinstance(x, Tensor)]
-        return noted.sorted_()
+        noted.sorted_()
+        self.wrong.update(*noted.wrong.values())
+        return noted
 
     def _fits(self, cut: Noted, left: Kept) -> bool:
         """Each module computes with numbers of the graph, and makes its very views, as large as the structure says.
@@ -406,28 +413,30 @@ class _Correcting(Corrected):
     def __init__(self, twin: _Twin, place: str, left: Kept) -> None:
         super().__init__(Calls(scales=twin.corrected[place]))
         self.twin, self.place, self.left = twin, place, left
-        self.wrong: set[Wrong] = twin.wrong
 
     def view(self, x: Tensor, sizes: list[int]) -> tuple[int, ...]:
         kind = x.dim(), len(sizes), left_open(sizes)
         if self.twin.running[-1] != self.place:  # that of a layer inside
             return tuple(sizes)
         # the same views as in the graph, in the same order, however often the module runs
-        number = self.twin.counts[self.place, kind] = self.twin.counts.get((self.place, kind), -1) + 1
+        number = self.twin.noted.count(self.place, kind)
         values = self.twin.captured.walk.reshapes.get((self.place, *kind), [])
         right = self.twin._left(values[number], self.left) if number < len(values) else tuple(sizes)
         if kind[2] or not fits(x, sizes):
             wrong = [axis for axis in range(1, len(sizes) + 1) if sizes[-axis] not in (-1, right[-axis])]
-            self.wrong |= {(self.place, *kind, axis, number) for axis in wrong}
             for axis in wrong:
+                self._note(*kind, axis, number)
                 sizes[-axis] = right[-axis]
         return tuple(sizes)
 
     def scale(self, axes: int, number: float) -> float:
         right = super().scale(axes, number)
         if right != number:
-            self.wrong.add((self.place, axes, 0, 0, 0, 0))
+            self._note(axes, 0, 0, 0, 0)
         return right
+
+    def _note(self, *wrong: int) -> None:
+        self.twin.noted.log.append(("wrong", self.place, (self.place, *wrong)))
 
 
 def _run_correcting(module: nn.Module, twin: _Twin, place: str, left: Kept, *args: Any, **kwargs: Any) -> Any:
@@ -439,31 +448,12 @@ def _code_of(place: str) -> str:
     return f"the code of {place or 'the network itself'}"
 
 
-def _copied(net: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """The same modules with tensors that have shapes alone."""
-    memo: dict[int, Any] = plain_tensors(net)
-    for tensor in (*net.parameters(), *net.buffers()):
-        with mode:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        memo[id(tensor)] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
-    if MARK in net.__dict__:  # it holds the whole base
-        memo[id(net.__dict__[MARK])] = "not copied"
-    with as_base(net):
-        twin = copy.deepcopy(net, memo)
-    for module in twin.modules():
-        module.__dict__.pop(MARK, None)
-        for key, value in module.__dict__.items():  # tensors that are neither parameters nor buffers
-            if isinstance(value, Tensor):
-                module.__dict__[key] = mode.from_tensor(value, static_shapes=True)
-    return twin
-
-
 class _FakeCutter(Cutter):
     """Where there are no values, only sizes change, and what was cut once can be had again."""
 
-    def __init__(self, changes: Changes, known: dict[Hashable, Tensor]) -> None:
+    def __init__(self, changes: Changes, mode: FakeTensorMode, known: dict[Hashable, Tensor]) -> None:
         super().__init__(None, changes)
-        self.known = known
+        self.mode, self.known = mode, known
 
     def cut_(self, owners: Sequence[Owner], indices: Indices) -> None:
         tensor = owners[0].tensor
@@ -471,7 +461,7 @@ class _FakeCutter(Cutter):
         key = (id(tensor), *sizes)
         small = self.known.get(key)
         if small is None:
-            small = self.known[key] = tensor.detach().new_empty([*sizes, *tensor.shape[len(sizes) :]])
+            small = self.known[key] = without_values(self.mode, tensor, [*sizes, *tensor.shape[len(sizes) :]])
         if isinstance(tensor, nn.Parameter):
             self.changes.set_values_(tensor, small)
         for owner in () if isinstance(tensor, nn.Parameter) else owners:

@@ -131,12 +131,19 @@ def point(browser, key, figure="accuracy-learned"):
     return next(p for p in browser.find_elements(By.CSS_SELECTOR, css) if p.is_displayed())
 
 
+def hover(browser, mark):
+    """The driver scrolls before it moves, and the page, which hides its tip on a scroll, hears of that a frame later."""
+    ActionChains(browser).move_to_element(mark).perform()
+    browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    ActionChains(browser).move_by_offset(1, 0).perform()
+
+
 def test_hovering_shows_the_numbers(browser, pages):
     look(browser, pages["run"])
     tip = browser.find_element(By.ID, "tip")
     assert not tip.is_displayed()
     mark = point(browser, "run/birds-50")
-    ActionChains(browser).move_to_element(mark).perform()
+    hover(browser, mark)
     assert tip.is_displayed()
     assert tip.text.splitlines()[0] == "SPLoRA-8, density 50%"
     assert "learned" in tip.text
@@ -172,7 +179,7 @@ def test_points_that_lie_on_each_other_are_all_reached(browser, tmp_path):
     url = report(tmp_path, tmp_path / "page.html").as_uri()
     look(browser, url)
     upper = point(browser, "splora/birds-50")
-    ActionChains(browser).move_to_element(upper).perform()
+    hover(browser, upper)
     tip = browser.find_element(By.ID, "tip").text
     seen = []
     for _ in range(3):

@@ -42,6 +42,7 @@ from spalier.structure.graph import (
     preserved,
 )
 from spalier.structure.labels import Mask
+from spalier.structure.recording import follow_calls
 from spalier.structure.streams import kept_indices
 from spalier.structure.structure import Captured, Structure, capture_again_
 from spalier.text import first_line
@@ -177,22 +178,6 @@ def _leaf_outputs(net: nn.Module, example: Any) -> tuple[dict[str, Tensor], list
     return outputs, running
 
 
-def follow_calls(net: nn.Module, running: list[str]) -> list[Any]:
-    """Hooks that keep the paths of the modules that are running, the innermost last; at an error they stay there."""
-
-    def enter(path: str, *_: Any) -> None:
-        running.append(path)
-
-    def leave(*_: Any) -> None:
-        running.pop()
-
-    handles: list[Any] = []
-    for path, module in net.named_modules():
-        handles.append(module.register_forward_pre_hook(partial(enter, path)))
-        handles.append(module.register_forward_hook(leave))
-    return handles
-
-
 def _left_of(captured: Captured, node: Node, value: Tensor, reduction: Reduction) -> Tensor:
     """What is left of a tensor of the masked network."""
     carried = captured.walk.values.get(node)
@@ -228,8 +213,7 @@ class _MaskedRun:
 
     def __init__(self, reduction: Reduction, captured: Captured, watched: set[Node] | None = None) -> None:
         self.reduction, self.captured = reduction, captured
-        signature = captured.program.graph_signature
-        self.owners = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        self.owners = captured.program.tensors
         self.statistics = {statistic.node: statistic for statistic in captured.walk.statistics}
         self.watched = watched or set()
         self.seen: dict[Node, Any] = {}
@@ -241,13 +225,12 @@ class _MaskedRun:
         program = self.captured.program
         args, kwargs = arguments(copied(self.captured.example))
         given = iter(tree_leaves((args, kwargs)))
-        constants = program.graph_signature.inputs_to_lifted_tensor_constants
         values: dict[Node, Any] = {}
         for node in program.graph.nodes:
             if node.op == "placeholder" and node.name not in self.owners:
-                lifted = constants.get(node.name)
-                values[node] = next(given) if lifted is None else program.constants[lifted]
-        return tree_leaves(self._run(program.graph_module, values))
+                constant = program.constants.get(node.name)
+                values[node] = next(given) if constant is None else constant
+        return tree_leaves(self._run(program.module, values))
 
     def _run(self, module: GraphModule, values: dict[Node, Any]) -> Any:
         remaining = {node: len(node.users) for node in module.graph.nodes}

@@ -1,4 +1,4 @@
-"""The graph of a network: capture it with `torch.export`, and walk over it.
+"""The graph of a network: capture it, and walk over it.
 
 The graph is that of one forward in eval mode and without adapters: these follow the shapes of the weights that they
 update, so they say nothing of the structure. Capturing leaves no trace on a network.
@@ -16,14 +16,13 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
@@ -32,6 +31,7 @@ from spalier.adapters.forward import is_diverted, undivert_
 from spalier.adapters.geometry import is_uninitialised
 from spalier.errors import ExampleError, TraceError
 from spalier.structure.labels import Ints, Labels
+from spalier.structure.recording import Program, record
 from spalier.text import first_line
 
 # capturing
@@ -40,15 +40,17 @@ CAPTURING = threading.RLock()
 """Held while a network is captured or tried: `torch.export` keeps its state in globals, so one thread at a time."""
 
 
-def capture(net: nn.Module, example: Any) -> ExportedProgram:
+def capture(net: nn.Module, example: Any) -> Program:
     """The graph of one forward in eval mode; the network is left as it was."""
     if is_uninitialised(net):
         raise TraceError("the network has a lazy layer without a shape yet; run one batch through it first")
     args, kwargs = arguments(on_device_of(net, example))
     with CAPTURING, as_base(net), torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(), quiet():
         warnings.simplefilter("ignore")  # of PyTorch's own, about its own code
+        with suppress(Exception):  # whatever it is, the export below succeeds, or says what is wrong
+            return record(net, args, kwargs)
         try:
-            return torch.export.export(net, args, kwargs, strict=False)
+            return Program.of(torch.export.export(net, args, kwargs, strict=False))
         except Exception as error:  # export raises a dozen kinds; the caller gets one of ours
             raise _refusal(net, args, kwargs, error) from error
 
@@ -178,14 +180,12 @@ def operation(node: Node) -> str:
     return name if name.startswith("__") else name.rstrip("_")
 
 
-def placeholders(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, list[Node]]:
+def placeholders(program: Program, names: Mapping[str, str]) -> dict[str, list[Node]]:
     """Where each parameter or buffer comes into the graph, by its first name."""
-    signature = program.graph_signature
-    owners = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     nodes: dict[str, list[Node]] = {}
     for node in program.graph.nodes:
-        if node.op == "placeholder" and owners.get(node.name) in names:
-            nodes.setdefault(names[owners[node.name]], []).append(node)
+        if node.op == "placeholder" and program.tensors.get(node.name) in names:
+            nodes.setdefault(names[program.tensors[node.name]], []).append(node)
     return nodes
 
 

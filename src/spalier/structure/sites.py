@@ -23,11 +23,11 @@ from typing import Any, Literal
 
 import numpy as np
 from torch import nn
-from torch.export import ExportedProgram
 from torch.fx import Node
 
 from spalier.adapters.geometry import Added
 from spalier.structure.graph import Value, Walk, module_of, operation, placeholders
+from spalier.structure.recording import Program
 from spalier.structure.streams import Assembly, AxisUnits, Member, Stream
 
 Side = Literal["output", "input"]
@@ -78,7 +78,7 @@ class GraphSearch:
     """Follows layers on a graph."""
 
     def __init__(
-        self, net: nn.Module, program: ExportedProgram, walk: Walk, assembly: Assembly, names: Mapping[str, str]
+        self, net: nn.Module, program: Program, walk: Walk, assembly: Assembly, names: Mapping[str, str]
     ) -> None:
         self.net, self.program, self.walk, self.assembly = net, program, walk, assembly
         self.placeholders = placeholders(program, names)
@@ -284,7 +284,7 @@ def _norm_or_end(node: Node) -> Node | None:
 _LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 
 
-def find_folds(net: nn.Module, program: ExportedProgram, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def find_folds(net: nn.Module, program: Program, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Layers, and the batch norms that alone take their outputs, channel by channel; each is called once.
 
     Norms of other libraries may do more than that, as long as nothing of it depends on what is folded.

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-from torch.export import ExportedProgram
 
 from spalier.structure.arithmetic import TAPS
 from spalier.structure.graph import Kind, Role, Term, Walk, module_of, operation, shape_of
 from spalier.structure.labels import NONE, Ints, LabelledAxis, Mask, Resolved
+from spalier.structure.recording import Program
 
 AxisUnits = tuple[tuple[int, Ints], ...]
 """For each stream on an axis, its number and the unit at each index; NONE where an index goes with none."""
@@ -235,7 +235,7 @@ def views_of(walk: Walk, assembly: Assembly, wrong: Collection[tuple[str, int, i
     return found
 
 
-def scales_of(program: ExportedProgram, module: str) -> list[Scale]:
+def scales_of(program: Program, module: str) -> list[Scale]:
     """The numbers that tensors are scaled with in a module, where there is one for all with so many axes."""
     inside = f"{module}." if module else ""
     found: dict[int, set[float]] = defaultdict(set)

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 from torch.utils._pytree import tree_flatten
 
 from spalier.adapters.attachment import attachment_of, is_marked
@@ -31,6 +30,7 @@ from spalier.files import write
 from spalier.structure import movement  # noqa: F401  (importing it registers its rules; streams imports arithmetic)
 from spalier.structure.graph import Value, Walk, capture, copied
 from spalier.structure.labels import Ints, Labels
+from spalier.structure.recording import Program
 from spalier.structure.sites import FreeWriter, GraphSearch, Site, find_folds
 from spalier.structure.streams import (
     Assembly,
@@ -57,7 +57,7 @@ Freeze = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 class Captured:
     """The graph that a structure was read from; not saved with it."""
 
-    program: ExportedProgram
+    program: Program
     example: Any
     walk: Walk
     assembly: Assembly
@@ -211,7 +211,7 @@ def find(net: nn.Module, example: Any, freeze: Freeze = None) -> Structure:
     inputs = _inputs(walk, program, tensors, names)
     _freeze_chosen(walk, net, freeze, inputs)
     _freeze_computed(walk, net, inputs)
-    walk.run(program.graph_module, inputs)
+    walk.run(program.module, inputs)
     captured = Captured(program, example, walk, assemble(walk))
     parameters = {names[name] for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
     structure = Structure(
@@ -259,18 +259,14 @@ def capture_again_(net: nn.Module, structure: Structure) -> None:
     object.__setattr__(structure, "captured", without(net, fresh, refused).captured)
 
 
-def _inputs(
-    walk: Walk, program: ExportedProgram, tensors: Mapping[str, Tensor], names: Mapping[str, str]
-) -> dict[str, Value]:
+def _inputs(walk: Walk, program: Program, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Value]:
     """Fresh labels for every axis of every parameter and buffer, by the names of their placeholders."""
-    signature = program.graph_signature
-    owners = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     # a tied tensor has several placeholders; it is used if one of them is
-    used = {names[owner] for place, owner in owners.items() if owner in names and nodes[place].users}
+    used = {names[owner] for place, owner in program.tensors.items() if owner in names and nodes[place].users}
     values: dict[str, Value] = {}
     inputs: dict[str, Value] = {}
-    for place, owner in owners.items():
+    for place, owner in program.tensors.items():
         if owner in names:  # else an adapter's, which this graph does not use
             name = names[owner]
             if name not in values:
@@ -278,7 +274,7 @@ def _inputs(
                 if name not in used:
                     walk.freeze_all(values[name], reason=UNUSED)
             inputs[place] = values[name]
-    for place in signature.inputs_to_lifted_tensor_constants:
+    for place in program.constants:
         inputs[place] = Value(tuple(nodes[place].meta["val"].shape), {}, frozenset())
     return inputs
 
@@ -311,7 +307,7 @@ def _freeze_computed(walk: Walk, net: nn.Module, inputs: Mapping[str, Value]) ->
 
 # what a network is known by
 
-VERSION = 3
+VERSION = 4
 """Rises whenever the same network would be given another structure."""
 
 
