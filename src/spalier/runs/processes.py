@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.nn.functional import all_reduce
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -174,7 +173,11 @@ _NORMS = {
 
 def _summed(x: Tensor) -> Tensor:
     """A sum over ranks whose gradient is the sum of all ranks' gradients."""
-    return all_reduce(x) if is_distributed() else x
+    if not is_distributed():
+        return x
+    from torch.distributed.nn.functional import all_reduce  # which imports more than a run in one process needs
+
+    return all_reduce(x)  # type: ignore[no-any-return]
 
 
 def _batch_norm(x: Tensor, given: Mapping[str, Any]) -> Tensor:

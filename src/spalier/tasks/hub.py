@@ -117,7 +117,7 @@ def push(
         message: of the commit.
     """
     _check_repository(repository)
-    data = store.read_bytes(name)
+    data = store._read_bytes(name)
     task = Task.from_bytes(data)
     task = replace(task, info=replace(task.info, name=name))  # as the store calls it
     with _one_error(f"pushing {name!r} to {repository!a}", token):

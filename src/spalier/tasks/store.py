@@ -123,10 +123,10 @@ class Store(InNotebooks):
 
     def read(self, name: str) -> tuple[Task, str]:
         """A task, and the SHA-256 of its file, from one reading."""
-        data = self.read_bytes(name)
+        data = self._read_bytes(name)
         return Task.from_bytes(data), hashlib.sha256(data).hexdigest()
 
-    def read_bytes(self, name: str) -> bytes:
+    def _read_bytes(self, name: str) -> bytes:
         """The contents of a task's file, which nobody has looked at yet."""
         with files.opened(self.path(name)) as (file, size):
             if size > MAX_BYTES:
