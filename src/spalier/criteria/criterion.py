@@ -140,8 +140,7 @@ class Weight(WeightCriterion):
 
     def of_weights(self, weights: Tensor) -> Tensor:
         """Their L_p norm."""
-        norms: Tensor = torch.linalg.vector_norm(weights, self.p, 1, dtype=torch.float64)
-        return norms
+        return torch.linalg.vector_norm(weights, self.p, 1, dtype=torch.float64)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,9 @@ class Engine:
         try:
             with self.signals:
                 while self.position.phase != "done":
-                    self._stop_if_signalled()
+                    own = torch.tensor(float(self.signals.received is not None), device=self.machine.device)
+                    if bool(sum_over_ranks(own)):  # any of the processes has received one
+                        self._stop()
                     getattr(self, self.position.phase)()
         finally:
             self.progress.close()
@@ -522,12 +524,6 @@ class Engine:
             )
             save_checkpoint(self.folder, checkpoint)
         self.saved = time.monotonic()
-
-    def _stop_if_signalled(self) -> None:
-        """Stop all processes if any of them has received a signal."""
-        own = torch.tensor(float(self.signals.received is not None), device=self.machine.device)
-        if bool(sum_over_ranks(own)):
-            self._stop()
 
     def _stop(self) -> None:
         self.save()

@@ -459,8 +459,7 @@ def _counts(values: Any, edges: Any) -> list[int]:
     [1, 2, 1, 0]
     """
     highest = np.nextafter(edges[-1], np.inf)
-    counted: list[int] = np.histogram(values, [-np.inf, *edges[:-1], highest, np.inf])[0].tolist()
-    return counted
+    return np.histogram(values, [-np.inf, *edges[:-1], highest, np.inf])[0].tolist()  # type: ignore[no-any-return]
 
 
 # examples

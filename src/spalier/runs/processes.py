@@ -75,8 +75,7 @@ class Machine:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that networks run in."""
-        context: AbstractContextManager[Any] = self.accelerator.autocast()
-        return context
+        return self.accelerator.autocast()  # type: ignore[no-any-return]
 
     def synced_norms(self) -> AbstractContextManager[Any]:
         """Batch norms over the samples of all processes."""

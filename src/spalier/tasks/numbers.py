@@ -94,8 +94,7 @@ def values_in_bytes(values: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor
 
 def values_of_bytes(data: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:
     """The numbers that `values_in_bytes` stored."""
-    every = sum(rows for rows, _ in _rows(shapes))
-    front, count = every + 2 if every else 0, sum(map(math.prod, shapes))  # bytes of scales, and numbers
+    front, count = bytes_of_values(shapes)
     if data.numel() != front + count:
         raise TaskFileError("sizes", f"values has {data.numel():,} bytes, the table says {front + count:,}")
     if not front:
@@ -147,6 +146,12 @@ def scales_of_bytes(data: Tensor) -> Tensor:
     if data.numel() < 3:
         raise TaskFileError("sizes", f"scales has {data.numel()} bytes, expected two, and one for each")
     return torch.from_numpy(_scales_of(data.numpy(), _CODES))
+
+
+def bytes_of_values(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int]:
+    """How many bytes the scales of values of these shapes have, and their numbers."""
+    rows = sum(rows for rows, _ in _rows(shapes))
+    return rows + 2 if rows else 0, sum(map(math.prod, shapes))
 
 
 def _rows(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
