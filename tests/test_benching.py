@@ -46,7 +46,7 @@ def task(base):
 
 
 def timing(network, seconds, batch=1, **options):
-    return Timing(network, "eager", batch, tuple(seconds), calls=1, **options)
+    return Timing(network, "eager", batch, tuple(seconds), **options)
 
 
 def test_speed_ups_are_ratios_of_the_same_round():
@@ -87,16 +87,6 @@ def test_verdicts_never_go_beyond_the_interval(one, other):
     if verdict == "no faster":
         assert low <= 1
         assert high <= 1.05
-
-
-def test_the_time_that_does_not_grow_is_a_reason_only_where_it_was_measured():
-    base, small = timing(BASE, [10.0] * 6), timing("a", [10.0] * 6)
-    fixed = timing("a", [10.0 + 63 * 0.1] * 6, batch=64)  # 9.9 + 0.1 n
-    assert "about 99% of its time at batch 1 does not grow" in compare(base, small, fixed).reason
-    grown = timing("a", [640.0] * 6, batch=64)
-    for larger in (None, small, grown, timing("a", (), batch=64, problem="it failed")):
-        assert compare(base, small, larger).reason == ""
-    assert compare(timing(BASE, [30.0] * 6), small, fixed).reason == ""  # it is faster: nothing to explain
 
 
 def test_what_was_not_measured_is_not_compared():
@@ -268,22 +258,6 @@ def test_everything_is_as_it_was_after_an_interrupt(task):
     assert not torch.is_inference_mode_enabled()
 
 
-def test_the_layout_of_the_base_is_the_batches(base):
-    seen = []
-
-    class Looking(nn.Sequential):
-        def forward(self, x):
-            if len(x) == 3:
-                seen.append(x.is_contiguous(memory_format=torch.channels_last))
-            return super().forward(x)
-
-    for laid in (torch.contiguous_format, torch.channels_last):
-        net = Looking(*copy.deepcopy(base)).to(memory_format=laid).eval()
-        bench(net, [], IMAGE, **{**QUICK, "batches": (3,)})
-        assert set(seen) == {laid is torch.channels_last}
-        seen.clear()
-
-
 def test_a_network_that_writes_into_its_input_is_measured_all_the_same(base):
     greedy = nn.Sequential(nn.ReLU(inplace=True), *copy.deepcopy(base)).eval()
     before = IMAGE.clone()
@@ -320,7 +294,7 @@ def test_networks_that_mix_samples_have_no_macs():
 
     found = bench(Mixing(3, 3).eval(), [], torch.ones(2, 3), **QUICK)
     assert [t.macs for t in found.timings] == [None, None]
-    assert "cannot be counted" in str(found)
+    assert " -  " in str(found)
 
 
 @pytest.mark.parametrize(

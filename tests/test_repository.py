@@ -59,6 +59,7 @@ UPWARDS = {
 ADAPTER_LAYERS = [{"geometry", "codes"}, {"kinds"}, {"forward", "targets"}, {"attachment", "calls"}, {"attach"}]
 STRUCTURE_LAYERS = [
     {"labels"},
+    {"recording"},
     {"graph"},
     {"movement", "arithmetic"},
     {"streams"},
@@ -99,10 +100,11 @@ INTEGRATIONS_LAYERS = [{"lightning", "transformers"}]
 REPORTING_LAYERS = [{"draw", "load"}, {"figures"}, {"comparisons"}, {"page"}]
 SERVE_LAYERS = [{"service"}, {"web"}, {"cluster"}]
 CLI_LAYERS = [
-    {"main", "demo"},
+    {"console", "demo"},
     {"opening"},
     {"serving"},
     {"commands", "task_commands"},
+    {"main"},
 ]
 PACKAGES = {
     "adapters": ADAPTER_LAYERS,

@@ -15,10 +15,8 @@ from spalier.timing import (
     MIN_ROUNDS,
     interval,
     interval_rank,
-    lower_quartile,
     quartiles,
     take_turns,
-    time_call,
 )
 
 # statistics
@@ -65,14 +63,15 @@ def test_contenders_take_turns_and_each_begins_a_round():
     runs = {name: clock.worker(name, 1.0) for name in "abc"}
     found = take_turns(runs, rounds=6, seconds=0.5, clock=clock)
     assert "".join(clock.log[6:]) == "abcbcacab" * 2  # after two calls of each to see how long they take
-    assert found == {name: (1, [1.0] * 6) for name in "abc"}
+    assert found == {name: [1.0] * 6 for name in "abc"}
 
 
 @settings(max_examples=12)
 @given(st.floats(1e-4, 3.0), st.floats(0, 0.1))
 def test_a_turn_takes_long_enough(each, least):
     clock = Clock()
-    calls, times = take_turns({"a": clock.worker("a", each)}, rounds=1, seconds=least, clock=clock)["a"]
+    times = take_turns({"a": clock.worker("a", each)}, rounds=1, seconds=least, clock=clock)["a"]
+    calls = max(1, len(clock.log) - (3 if least else 2))  # without those that see how long it takes, and warm up
     assert calls == 1 or (calls - 1) * each < least * 1.01
     assert calls * each >= least * 0.99 or calls == 10_000
     assert times == [pytest.approx(each)]
@@ -91,13 +90,3 @@ def test_garbage_is_not_collected_while_timing_and_is_after_an_interrupt():
         take_turns({"a": interrupted}, rounds=9, seconds=0, clock=Clock())
     assert seen == [True, False, False, False, False]  # the first is not timed
     assert gc.isenabled()
-
-
-@given(st.floats(1e-4, 3.0))
-def test_a_single_call_is_timed_often_enough_and_not_for_ever(each):
-    clock = Clock()
-    times = time_call(clock.worker("a", each), warm_up=2, fewest=3, most=9, seconds=1.0, clock=clock)
-    assert len(clock.log) == 2 + len(times)
-    assert 3 <= len(times) <= 9
-    assert len(times) in (3, 9) or ((len(times) - 1) * each < 1.01 and len(times) * each > 0.99)
-    assert lower_quartile(times) == pytest.approx(each)

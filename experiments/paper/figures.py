@@ -10,7 +10,7 @@ from experiments.paper.cells import METHODS, RANKS
 from experiments.paper.found import Found
 from experiments.paper.protocol import Protocol
 from experiments.paper.tables import DATA, NAMES
-from spalier.reporting.comparisons import accuracy_figures
+from spalier.reporting.comparisons import comparison_figures
 from spalier.reporting.draw import Axis, Cell, Dot, ErrorBar, Figure, Line, Mark, Panel, linear, logarithmic
 from spalier.reporting.draw import density as in_percent
 from spalier.reporting.load import ReportData, Run, TaskResult
@@ -85,7 +85,7 @@ def _accuracies(found: Found, protocol: Protocol) -> Iterator[Figure]:
             for learning in METHODS
             for cell in found.pick(data=data, criterion=criterion, learning=learning)
         ]
-        for figure in accuracy_figures(_report_data(data, cells)) if cells else ():
+        for figure in comparison_figures(_report_data(data, cells)) if cells else ():
             if figure.name != "accuracy-latency":  # which is measured in turns elsewhere
                 yield replace(figure, name=f"{data}-{figure.name}", title=f"{DATA[data]}: {_lower(figure.title)}")
 

@@ -7,8 +7,8 @@ import math
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 from spalier.counting import count
 from spalier.errors import ConfigError, ExampleError, NetworkError, SpalierError
 from spalier.inputs import Inputs, call, each, tensors_of, tokens
+from spalier.networks import reads_texts
+from spalier.structure.graph import in_eval_mode
 from spalier.tasks import Task
 from spalier.text import InNotebooks, check_integer, first_line, import_optional, table
 from spalier.timing import CONFIDENCE, MIN_ROUNDS, Call, describe_machine, finished, interval, quartiles, take_turns
@@ -34,8 +36,6 @@ NO_DIFFERENCE = 0.02
 """A smaller difference is none, as for a budget of latency: it may come from where memory happens to lie."""
 SETTLED = 1.05
 """An interval that reaches beyond this does not say that a network is no faster."""
-FIXED_SHARE = 0.5
-"""From which share on the time that does not grow with the batch is worth a word."""
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """How far outputs may be from eager ones in float32, as a share of the largest."""
 ACCELERATOR_SLACK = 10
@@ -54,8 +54,6 @@ class Timing:
     batch: int
     seconds: tuple[float, ...] = ()
     """For one batch: the median of each round; empty if there is a problem."""
-    calls: int = 0
-    """In each round."""
     ready_seconds: float | None = None
     """Until the first output: compiled or exported, and run once; no part of ``seconds``."""
     macs: int | None = None
@@ -103,7 +101,7 @@ class Comparison:
     macs_share: float | None = None
     """Of the base's MACs."""
     reason: str = ""
-    """Where something that was measured explains it, or why nothing was."""
+    """Why nothing was measured."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -116,34 +114,21 @@ class Comparison:
         if self.macs_share is not None:
             although = self.verdict == "no faster" and self.macs_share < 1
             span += f" {'although it has' if although else 'with'} {self.macs_share:.0%} of the MACs"
-        text = {
-            "faster": f"faster {self.speedup:.2f}x ({span})",
-            "slower": f"slower {self.speedup:.2f}x ({span})",
-            "no faster": f"no faster than {max(self.high or 1, 1):.2f}x: {self.speedup:.2f}x ({span})",
-            "not settled": f"not settled: {span}; measure with more rounds, or on a quieter machine",
-        }[self.verdict]
-        return f"{text}; {self.reason}" if self.reason else text
+        if self.verdict == "not settled":
+            return f"not settled: {span}; measure with more rounds, or on a quieter machine"
+        bound = f" than {max(self.high or 1, 1):.2f}x:" if self.verdict == "no faster" else ""
+        return f"{self.verdict}{bound} {self.speedup:.2f}x ({span})"
 
 
-def compare(base: Timing, task: Timing, larger: Timing | None = None) -> Comparison:
-    """What the rounds that both took part in say of a task's network.
-
-    Args:
-        base: the base, with the same backend and batch.
-        task: the task's network.
-        larger: the task's network with a larger batch, to tell the time that does not grow with it.
-    """
+def compare(base: Timing, task: Timing) -> Comparison:
+    """What the rounds that both took part in say of a task's network; backend and batch are the same."""
     share = task.macs / base.macs if task.macs is not None and base.macs else None
-    verdict: Verdict = "not measured"
-    middle = low = high = None
-    reason = task.problem or (base.problem and f"no base to compare with: {base.problem}")
-    if not reason:
-        # Ratios of the same round: a machine that is slow for some rounds is slow for both.
-        ratios = [slow / fast for slow, fast in zip(base.seconds, task.seconds, strict=True)]
-        middle, low, high = interval(ratios)
-        verdict = verdict_of(low, high)
-        reason = _fixed_time(task, larger) if verdict in ("no faster", "slower") else ""
-    return Comparison(task.network, task.backend, task.batch, verdict, middle, low, high, share, reason)
+    where = (task.network, task.backend, task.batch)
+    if reason := task.problem or (base.problem and f"no base to compare with: {base.problem}"):
+        return Comparison(*where, "not measured", macs_share=share, reason=reason)
+    # Ratios of the same round: a machine that is slow for some rounds is slow for both.
+    middle, low, high = interval([slow / fast for slow, fast in zip(base.seconds, task.seconds, strict=True)])
+    return Comparison(*where, verdict_of(low, high), middle, low, high, share)
 
 
 def verdict_of(low: float, high: float) -> Verdict:
@@ -159,26 +144,11 @@ def verdict_of(low: float, high: float) -> Verdict:
     return "no faster" if low <= 1 and high <= SETTLED else "not settled"
 
 
-def _fixed_time(small: Timing, large: Timing | None) -> str:
-    """How much of a batch's time is there whatever its size, where a line through two sizes says that it is much."""
-    if large is None or not large.seconds or large.batch <= small.batch:
-        return ""
-    each = (large.latency - small.latency) / (large.batch - small.batch)
-    share = min(1.0, 1 - each * small.batch / small.latency)
-    if share < FIXED_SHARE:
-        return ""
-    return (
-        f"about {share:.0%} of its time at batch {small.batch} does not grow with the batch "
-        f"({1e3 * large.latency:.3g} ms at batch {large.batch})"
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Benchmark(InNotebooks):
     """A base and tasks, measured side by side. Print it."""
 
     timings: tuple[Timing, ...]
-    comparisons: tuple[Comparison, ...]
     machine: Mapping[str, str | int]
     rounds: int
     notes: tuple[str, ...] = ()
@@ -189,7 +159,12 @@ class Benchmark(InNotebooks):
 
     def comparison(self, network: str, backend: str, batch: int) -> Comparison:
         """One task's network against the base."""
-        return {(c.network, c.backend, c.batch): c for c in self.comparisons}[network, backend, batch]
+        return compare(self.timing(BASE, backend, batch), self.timing(network, backend, batch))
+
+    @property
+    def comparisons(self) -> list[Comparison]:
+        """Every task's network against the base."""
+        return [self.comparison(t.network, t.backend, t.batch) for t in self.timings if t.network != BASE]
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data, every round included."""
@@ -254,8 +229,8 @@ def bench(
     """Latency and throughput of a base and of the networks that tasks make of it, in turns. Print what comes back.
 
     Outputs are compared with eager ones in float32 before anything is timed. A backend that is not installed, fails
-    or computes something else is a row that says so, and the others go on. The base is measured as it is, in eval mode
-    and in its own memory layout; it and PyTorch's settings are left as they were.
+    or computes something else is a row that says so, and the others go on. The base is measured as it is, in eval mode;
+    it and PyTorch's settings are left as they were.
 
     Args:
         base: the network that the tasks were learned on.
@@ -273,18 +248,20 @@ def bench(
     """
     _check_options(batches, backends, rounds, seconds, threads)
     named = _by_name(tasks)
-    example = _noise(base, named) if example is None else example
+    example = noise(base, named.values()) if example is None else example
     if not tensors_of(example) or not all(isinstance(t, Tensor) and t.dim() and len(t) for t in tensors_of(example)):
         found = f"of shape {tuple(example.shape)}" if isinstance(example, Tensor) else f"a {type(example).__name__}"
         raise ExampleError(f"the example is {found}, expected a tensor of at least one sample (first axis)")
     say = progress or (lambda _: None)
-    with _eval_mode(base, threads):
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        stack.enter_context(in_eval_mode(base))
+        torch.set_num_threads(threads or torch.get_num_threads())
         nets = {BASE: base} | {name: task.build(base, fold=fold) for name, task in named.items()}
         device = next((p.device for p in base.parameters()), tensors_of(example)[0].device)
-        layout = _layout(base, example)
-        first = each(lambda t: t.detach().to(device).contiguous(memory_format=layout), example)
+        first = each(lambda t: t.detach().to(device), example)
         macs = {name: _macs(net, first) for name, net in nets.items()}
-        notes = _notes(nets, first, macs, fold)
+        notes = _notes(nets, first, fold)
         timings: list[Timing] = []
         for backend in (known for known in BACKENDS if known in backends):
             problem = _obstacle(backend, device)
@@ -293,17 +270,11 @@ def bench(
                     timings += [Timing(name, backend, batch, problem=problem) for name in nets]
                     continue
                 rows = torch.arange(batch, device=device) % len(tensors_of(first)[0])
-                x = each(lambda t, rows=rows: t[rows].contiguous(memory_format=layout), first)  # type: ignore[misc]
+                x = each(lambda t, rows=rows: t[rows], first)  # type: ignore[misc]
                 timings += _measure(nets, backend, x, rounds, seconds, clock, say)
         where = describe_machine(device, torch.get_num_threads())
-    timings = [replace(timing, macs=macs[timing.network]) for timing in timings]
-    return Benchmark(
-        timings=tuple(timings),
-        comparisons=tuple(_comparisons(timings)),
-        machine=where,
-        rounds=rounds,
-        notes=tuple(notes),
-    )
+    counted = tuple(replace(timing, macs=macs[timing.network]) for timing in timings)
+    return Benchmark(timings=counted, machine=where, rounds=rounds, notes=tuple(notes))
 
 
 def _measure(
@@ -330,8 +301,8 @@ def _measure(
                 rows[name] = replace(row, problem=_problem(error))
         say(f"{backend}, batch {batch}: {rounds} rounds")
         turns = take_turns(calls, rounds=rounds, seconds=seconds, clock=clock)
-    for name, (repeats, times) in turns.items():
-        rows[name] = replace(rows[name], calls=repeats, seconds=tuple(times))
+    for name, times in turns.items():
+        rows[name] = replace(rows[name], seconds=tuple(times))
     return list(rows.values())
 
 
@@ -343,10 +314,6 @@ def _ready(backend: Backend, net: nn.Module, x: Inputs, file: Path, clock: Calla
     ready = prepare(backend, net, given, torch.get_num_threads(), file)
     found = ready()
     took = clock() - start
-    for one, before in zip(tensors_of(given), tensors_of(x), strict=True):
-        if not torch.equal(one, before):
-            one.copy_(before)
-            found = ready()
     slack = 1 if tensors_of(x)[0].device.type == "cpu" else ACCELERATOR_SLACK
     tolerance = TOLERANCES.get(_dtype(net), 1e-3) * slack
     if problem := difference(found, wanted, tolerance):
@@ -388,15 +355,6 @@ def difference(found: Any, wanted: Any, tolerance: float) -> str:
 def _tensors_of(output: Any) -> list[Tensor]:
     """All tensors of what a network returns, in order."""
     return [torch.as_tensor(leaf) for leaf in tree_leaves(output) if hasattr(leaf, "shape")]
-
-
-def _comparisons(timings: Sequence[Timing]) -> Iterator[Comparison]:
-    known = {(t.network, t.backend, t.batch): t for t in timings}
-    for timing in timings:
-        if timing.network != BASE:
-            same = [t for t in timings if (t.network, t.backend) == (timing.network, timing.backend)]
-            largest = max(same, key=lambda t: t.batch)
-            yield compare(known[BASE, timing.backend, timing.batch], timing, largest)
 
 
 def _problem(error: Exception) -> str:
@@ -472,21 +430,37 @@ def _compiler_settings(backend: Backend) -> Iterator[None]:
 
 
 def _onnxruntime(net: nn.Module, x: Inputs, threads: int, file: Path) -> Call:
-    import onnxruntime
-
     x = each(lambda t: t.contiguous(), x)  # the only layout it takes; else every call would pay for a copy
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporter's own libraries
-        args, kwargs = ((), x) if isinstance(x, dict) else ((x,), None)
-        torch.onnx.export(net, args, str(file), kwargs=kwargs, dynamo=True, verbose=False)
+        session = onnx_session(net, x, file, threads=threads)
+    feed = {given.name: t.numpy() for given, t in zip(session.get_inputs(), tensors_of(x), strict=True)}
+    return lambda: session.run(None, feed)
+
+
+def onnx_session(
+    net: nn.Module,
+    x: Inputs,
+    file: Path,
+    *,
+    said: Mapping[str, str] | None = None,
+    free: Any = None,
+    threads: int = 0,
+) -> Any:
+    """A network as an ONNX file, with what is said of it and with these axes free, loaded by onnxruntime."""
+    import onnxruntime
+
+    args, kwargs = ((), x) if isinstance(x, dict) else ((x,), None)
+    program = torch.onnx.export(net, args, kwargs=kwargs, dynamic_shapes=free, dynamo=True, verbose=False)
+    assert program is not None
+    program.model.metadata_props.update(said or {})
+    program.save(str(file), external_data=said is None)  # a file for others is one file
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 3
     # Else the threads of one network go on spinning through the next one's turn.
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-    feed = {given.name: t.numpy() for given, t in zip(session.get_inputs(), tensors_of(x), strict=True)}
-    return lambda: session.run(None, feed)
+    return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
 
 
 # networks and examples
@@ -502,33 +476,21 @@ def _by_name(tasks: Mapping[str, Task] | Sequence[Task]) -> dict[str, Task]:
     return named
 
 
-def _noise(base: nn.Module, tasks: Mapping[str, Task]) -> Inputs:
-    """An image, or tokens, as the tasks were learned with, if they say so."""
-    lengths = {task.info.preprocessing.get("tokens") for task in tasks.values()}
-    if len(lengths) == 1 and type(length := lengths.pop()) is int:
-        return tokens(1, length)
-    sizes = {task.info.preprocessing.get("size") for task in tasks.values()}
-    size = sizes.pop() if len(sizes) == 1 else None
-    channels = next((m.in_channels for m in base.modules() if isinstance(m, nn.Conv2d)), None)
-    if not isinstance(size, int) or channels is None:
-        raise ExampleError(
-            "there is no example, and the tasks do not tell one size of images; pass example=, "
-            "a tensor with one sample or more (on the command line, --shape)"
-        )
-    return torch.randn(1, channels, size, size, generator=torch.Generator().manual_seed(0)).to(_dtype(base))
-
-
-def _layout(net: nn.Module, example: Inputs) -> torch.memory_format:
-    """The memory layout of a network's weights. A 1x1 weight is contiguous both ways and tells nothing."""
-    last = (
-        isinstance(example, Tensor)
-        and example.dim() == 4
-        and any(
-            p.dim() == 4 and not p.is_contiguous() and p.is_contiguous(memory_format=torch.channels_last)
-            for p in net.parameters()
-        )
-    )
-    return torch.channels_last if last else torch.contiguous_format
+def noise(net: nn.Module, tasks: Iterable[Task] = (), batch: int = 1, shape: Sequence[int] | None = None) -> Inputs:
+    """Images of a shape, or texts of so many tokens, for a network; by default as its tasks were learned with."""
+    reads = reads_texts(net)
+    if shape is None:
+        said = {task.info.preprocessing.get("tokens" if reads else "size") for task in tasks}
+        size = said.pop() if len(said) == 1 else None
+        channels = next((m.in_channels for m in net.modules() if isinstance(m, nn.Conv2d)), 3)
+        shape = () if type(size) is not int else (size,) if reads else (channels, size, size)
+    if not shape or (reads and len(shape) > 1):
+        found = f"the shape is {tuple(shape)}" if shape else "there is no example, and the tasks do not tell one size"
+        expected = "how many tokens a text has, such as 32" if reads else "the shape of one input, such as 3,224,224"
+        raise ExampleError(f"{found}; pass example=, or on the command line --shape: {expected}")
+    if reads:
+        return tokens(batch, *shape)
+    return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0)).to(_dtype(net))
 
 
 def _macs(net: nn.Module, x: Inputs) -> int | None:
@@ -538,7 +500,7 @@ def _macs(net: nn.Module, x: Inputs) -> int | None:
         return None
 
 
-def _notes(nets: Mapping[str, nn.Module], x: Inputs, macs: Mapping[str, int | None], fold: bool) -> list[str]:
+def _notes(nets: Mapping[str, nn.Module], x: Inputs, fold: bool) -> list[str]:
     """What is worth knowing of the networks before they are compared."""
     shapes = {name: _output_shapes(net, x) for name, net in nets.items()}
     notes = [
@@ -546,9 +508,6 @@ def _notes(nets: Mapping[str, nn.Module], x: Inputs, macs: Mapping[str, int | No
         for name, shape in shapes.items()
         if shape != shapes[BASE]
     ]
-    unknown = [name for name, found in macs.items() if found is None]
-    if unknown:
-        notes.append(f"the MACs of {', '.join(unknown)} cannot be counted for one sample")
     if isinstance(x, dict):
         notes.append(f"texts of {tensors_of(x)[0].shape[1]} tokens")
     if fold and len(nets) > 1:
@@ -566,21 +525,6 @@ def _output_shapes(net: nn.Module, x: Inputs) -> str:
             "expected a batch that net(example) takes"
         ) from error
     return ", ".join("x".join(map(str, t.shape[1:])) for t in outputs)
-
-
-@contextmanager
-def _eval_mode(base: nn.Module, threads: int | None) -> Iterator[None]:
-    """The base in eval mode and so many threads; afterwards all is as before."""
-    before = torch.get_num_threads()
-    training = [(module, module.training) for module in base.modules()]
-    try:
-        base.eval()
-        torch.set_num_threads(threads or before)
-        yield
-    finally:
-        torch.set_num_threads(before)
-        for module, mode in training:
-            module.training = mode
 
 
 def _check_options(

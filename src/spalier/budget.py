@@ -4,8 +4,7 @@
 known by the costs that the walk over the graph noted at every contraction. Where these do not explain what `count`
 finds now (recurrent layers, einsum), a copy is pruned and counted.
 
-`Latency` times the layers at a grid of widths. That table says where to look, and the pruned network itself is measured
-there.
+`Latency` times the layers. That table says where to look, and the pruned network itself is measured there.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -34,7 +32,7 @@ from spalier.pruning.plan import PRUNED_MARK, Indices, Kept, Plan, Prediction, c
 from spalier.pruning.prune import cut_geometry, prune_
 from spalier.structure.graph import arguments, copied, hooked
 from spalier.structure.structure import Structure
-from spalier.timing import lower_quartile, take_turns
+from spalier.timing import quartiles, take_turns
 
 Ranks = Mapping[str, int]
 """How many components of each adapter stay, by the path of its layer."""
@@ -223,21 +221,15 @@ def _left_of(update: Update, weight: Tensor, indices: Indices | None, rank: int 
 
 # budgets of time
 
-GRID = (0.125, 1.0)
-"""The shares of a layer's inputs and outputs at which it is timed.
-
-What a layer takes is nearly linear in both, and the whole network is measured anyway: more points cost more than they
-tell, as each is a shape that PyTorch has to prepare for.
-"""
 ROUNDS = 4
 """How often a network is timed, in turns with the unpruned one."""
-ATTEMPTS = 3
-"""How often what was measured corrects the table."""
-Floats = npt.NDArray[np.float64]
+CLOSE = 0.95
+"""How much of its budget a plan has to use; or so many steps of all are as fine as it gets."""
+FINEST = 100
 
 
 class Latency:
-    """Times layers of other widths, and whole networks."""
+    """Times layers, and whole networks."""
 
     def __init__(self, net: nn.Module, meter: Meter, example: Any) -> None:
         self.net, self.meter = net, meter
@@ -248,7 +240,7 @@ class Latency:
         """The network as it is, fused: it has no adapters, so ranks say nothing."""
         self.base = _base_of(net, self.plain)
         # times differ from rank to rank, and plans must not
-        found: tuple[dict[str, Floats], float] = from_first_rank(self._measured_layers)
+        found: tuple[dict[str, float], float] = from_first_rank(self._measured_layers)
         self.layers, self.rest = found
 
     def search(
@@ -256,24 +248,17 @@ class Latency:
     ) -> tuple[int, float, float]:
         """How many steps bring the measured time within its share, that time, and the unpruned network's."""
         total = self._looked_up(self.meter.whole)
+        guess = first_step(most, lambda n: self._looked_up(kept_at(n)) <= share * total)
         tried: dict[int, tuple[float, float]] = {}
-        known = [(0.0, 0.0), (1.0, 1.0)]  # what the table says, and what was measured
-        for _ in range(ATTEMPTS):
-            said, measured = zip(*sorted(known), strict=True)
-            aim = float(np.interp(0.975 * share, np.maximum.accumulate(measured), said))
-            limit = max(aim, 1e-9) * total
-            found = first_step(most, lambda n, limit=limit: self._looked_up(kept_at(n)) <= limit)  # type: ignore[misc]
-            steps = most if found is None else found
-            if steps in tried:
-                break
+        low, high, steps = 0, most, most if guess is None else guess
+        while low <= high:  # a bisection that begins where the table says
             small, base = tried[steps] = self._measured(plan_at(steps), total)
-            known.append((self._looked_up(kept_at(steps)) / total, small / base))
-            if 0.95 * share <= small / base <= share:
+            is_within = small <= share * base
+            low, high = (low, steps - 1) if is_within else (steps + 1, high)
+            if is_within and (small >= CLOSE * share * base or high - low < most // FINEST):
                 break
-        while not _within(tried, share) and max(tried) < most:  # the table was too hopeful: go on
-            steps = min(most, max(tried) + max(1, most // 20))
-            tried[steps] = self._measured(plan_at(steps), total)
-        reached = _within(tried, share)
+            steps = (low + high + 1) // 2
+        reached = [steps for steps, (small, base) in tried.items() if small <= share * base]
         if not reached:
             least = min(small / base for small, base in tried.values())
             raise BudgetError(
@@ -302,42 +287,37 @@ class Latency:
         fast, slow = seconds([small, self.base], self.example)
         return fast, slow
 
-    def _measured_layers(self) -> tuple[dict[str, Floats], float]:
-        """For each layer, seconds at each point of the grid; and what is left of the whole network's time."""
+    def _measured_layers(self) -> tuple[dict[str, float], float]:
+        """Seconds of each layer as it is; and what is left of the whole network's time."""
         inputs = _layer_inputs(self.plain, self.example)
-        alike = {name: f"{layer} on {shape}" for name, (layer, shape) in inputs.items()}
-        known = _timed_grids({alike[name]: entry for name, entry in inputs.items()})  # equal layers are timed once
-        layers = {name: known[key] for name, key in alike.items()}
+        alike = {name: f"{layer} on {shape}" for name, (layer, shape) in inputs.items()}  # these are timed once
+        calls = {}
+        for name, (layer, shape) in inputs.items():
+            x = torch.ones(shape, dtype=layer.weight.dtype, device=layer.weight.device)
+            calls[alike[name]] = partial(layer.forward, x)  # past hooks: a gather behind it, say
+        with torch.no_grad():
+            taken = {key: quartiles(times)[0] for key, times in take_turns(calls, rounds=3).items()}
+        layers = {name: taken[key] for name, key in alike.items()}
         (total,) = seconds([self.plain], self.example)
-        return layers, max(total - sum(float(grid[-1, -1]) for grid in layers.values()), 0.0)
+        return layers, max(total - sum(layers.values()), 0.0)
 
     def _looked_up(self, kept: Kept) -> float:
         """What the table says of a network with these units."""
         structure, now = self.meter.structure, self.meter.kept
         found = 0.0
-        for name, grid in self.layers.items():
+        for name, taken in self.layers.items():
             tensor = structure.names[f"{name}.weight"]
             left, had = (k.of(structure, tensor) for k in (kept, now))
-            out, into = (float(left[axis].sum() / had[axis].sum()) for axis in (0, 1))
-            # linear in both shares between the points of the grid; below the least, as at the least
-            found += float(np.interp(out, GRID, [np.interp(into, GRID, row) for row in grid]))
+            # what a layer takes is nearly linear in both widths, and the whole network is measured anyway
+            found += taken * math.prod(float(left[axis].sum() / had[axis].sum()) for axis in (0, 1))
         share = self.meter.channels(kept) / max(self.meter.channels(now), 1)  # norms, activations, sums
         return found + self.rest * share
 
 
 def first_step(most: int, holds: Callable[[int], bool]) -> int | None:
     """The smallest number of steps at which something holds that goes on to hold; None if it never does."""
-    if not holds(most):
-        return None
-    low, high = 0, most
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
-
-
-def _within(tried: dict[int, tuple[float, float]], share: float) -> list[int]:
-    return [steps for steps, (small, base) in tried.items() if small <= share * base]
+    found = bisect_left(range(most + 1), True, key=holds)
+    return None if found > most else found
 
 
 def _plain(net: nn.Module) -> nn.Module:
@@ -361,7 +341,7 @@ def seconds(nets: list[nn.Module], example: Any, rounds: int = ROUNDS) -> list[f
     """The time of one forward of each network, measured in turns; the lower quartile, as other work only adds time."""
     args, kwargs = arguments(example)
     calls = {str(number): partial(net, *args, **kwargs) for number, net in enumerate(nets)}
-    return [lower_quartile(times) for _, times in take_turns(calls, rounds=rounds).values()]
+    return [quartiles(times)[0] for times in take_turns(calls, rounds=rounds).values()]
 
 
 def _layer_inputs(net: nn.Module, example: Any) -> dict[str, tuple[Any, tuple[int, ...]]]:
@@ -381,28 +361,3 @@ def _layer_inputs(net: nn.Module, example: Any) -> dict[str, tuple[Any, tuple[in
     with hooked(handles), torch.no_grad():
         net(*args, **kwargs)
     return found
-
-
-@torch.no_grad()
-def _timed_grids(layers: Mapping[str, tuple[Any, tuple[int, ...]]]) -> dict[str, Floats]:
-    """Seconds of each layer at each share of its outputs and inputs, all of them in turns."""
-    points = [(out, into) for out in GRID for into in GRID]
-    calls = {}
-    for name, (layer, shape) in layers.items():
-        axis = len(shape) - 1 if isinstance(layer, nn.Linear) else len(shape) - layer.weight.dim() + 1
-        for point in points:
-            outputs, inputs = (
-                max(1, round(share * size)) for share, size in zip(point, layer.weight.shape[:2], strict=True)
-            )
-            narrow = copy.copy(layer)
-            narrow._parameters = {
-                **layer._parameters,
-                "weight": nn.Parameter(layer.weight[:outputs, :inputs].clone(), requires_grad=False),
-                "bias": None if layer.bias is None else nn.Parameter(layer.bias[:outputs].clone(), False),
-            }
-            size = [inputs if a == axis else n for a, n in enumerate(shape)]
-            x = torch.ones(size, dtype=layer.weight.dtype, device=layer.weight.device)
-            calls[f"{name} at {point}"] = partial(narrow.forward, x)  # past hooks: a gather behind it, say
-    taken = {key: lower_quartile(times) for key, (_, times) in take_turns(calls, rounds=3).items()}
-    shape = (len(GRID), len(GRID))
-    return {name: np.array([taken[f"{name} at {point}"] for point in points]).reshape(shape) for name in layers}

@@ -237,35 +237,17 @@ def _countable(net: nn.Module) -> Iterator[None]:
 def _formulas() -> dict[Any, Any]:
     """Operations that PyTorch's counter leaves out on CPUs, in its unit: two for each multiply-accumulate."""
     aten = torch.ops.aten
-
-    def attention(query: list[int], key: list[int], value: list[int], *_: Any, **__: Any) -> int:
-        *batch, positions, size = query
-        return 2 * torch.Size(batch).numel() * positions * key[-2] * (size + value[-1])
-
-    def matrix_vector(matrix: list[int], *_: Any, **__: Any) -> int:
-        return 2 * torch.Size(matrix).numel()
-
-    def added_matrix_vector(_: Any, matrix: list[int], *__: Any, **___: Any) -> int:
-        return 2 * torch.Size(matrix).numel()
-
-    def recurrent(x: list[int], inputs: list[int], hidden: list[int], *_: Any, **__: Any) -> int:
-        return 2 * torch.Size(x[:2]).numel() * (torch.Size(inputs).numel() + torch.Size(hidden).numel())
-
-    def bilinear(x: list[int], weight: list[int], y: list[int], *_: Any, **__: Any) -> int:
-        samples, outputs = x[0], weight[0] if len(weight) == 3 else weight[1]
-        return 2 * samples * outputs * (x[-1] * y[-1] + y[-1])
-
-    def added_batch(_: Any, a: list[int], b: list[int], *__: Any, **___: Any) -> int:
-        return 2 * torch.Size(a).numel() * b[-1]
-
+    # shapes of the arguments come in
     return {
-        aten._trilinear: bilinear,
-        aten.addbmm: added_batch,
-        aten.mkldnn_rnn_layer: recurrent,
-        aten._scaled_dot_product_flash_attention_for_cpu: attention,
-        aten.mv: matrix_vector,
-        aten.dot: matrix_vector,
-        aten.addmv: added_matrix_vector,
+        aten._trilinear: lambda x, w, y, *_, **__: 2 * x[0] * w[0 if len(w) == 3 else 1] * (x[-1] + 1) * y[-1],
+        aten.addbmm: lambda _, a, b, *__, **___: 2 * math.prod(a) * b[-1],
+        aten.mkldnn_rnn_layer: lambda x, w, h, *_, **__: 2 * math.prod(x[:2]) * (math.prod(w) + math.prod(h)),
+        aten._scaled_dot_product_flash_attention_for_cpu: (
+            lambda q, k, v, *_, **__: 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+        ),
+        aten.mv: lambda matrix, *_, **__: 2 * math.prod(matrix),
+        aten.dot: lambda vector, *_, **__: 2 * math.prod(vector),
+        aten.addmv: lambda _, matrix, *__, **___: 2 * math.prod(matrix),
     }
 
 

@@ -298,18 +298,20 @@ class _Search:
 
     def plan(self, units: Order, budget: tuple[str, float] | None, rank: float | None, example: Any) -> Plan:
         """The plan that meets the budget."""
-        fixed: Masks = {} if rank is None else self._within_rank(rank)
+        none, fixed = Order([], self.ranking), Masks()
+        if rank is not None:
+            _, fixed = self._reach(none, self._rank_order(needed=True), {}, "rank", rank)
         if budget is None:
             return self._predicted({}, fixed)
         kind, value = budget
-        if kind == "bytes":
-            return self._within_bytes(units, None if rank is None else fixed, int(value))
         if kind == "latency":
             return self._within_latency(units, fixed, value, example)
-        measures = {"channels": self.meter.channels, "weights": self.meter.parameters, "macs": self.meter.macs}
-        size = measures[kind]
-        chosen = self._reach(units, lambda m: size(self._kept(m)), value, kind, size(self.meter.whole))
-        return self._predicted(chosen, fixed)
+        ranks = none
+        if kind == "bytes":
+            if not is_marked(self.net):
+                raise BudgetError("a budget of bytes is one of a task file; expected an adapted network")
+            ranks = self._rank_order(needed=not units.groups) if rank is None else none
+        return self._predicted(*self._reach(units, ranks, fixed, kind, value))
 
     def _rank_order(self, *, needed: bool) -> Order:
         """The components of every adapter's bottleneck, but for those of protected layers."""
@@ -323,52 +325,38 @@ class _Search:
             raise BudgetError("no adapter here has a rank to prune; expected a network with SPLoRA or LoRA on it")
         return Order(found, self.ranking)
 
-    def _within_rank(self, share: float) -> Masks:
-        """The components that stay, of all that adapters began with; those of protected layers all stay."""
-        order = self._rank_order(needed=True)
-        updates = {entry.update for entry in attachment_of(self.net).updated}
-        low = [update for update in updates if isinstance(update, LowRank)]
-        protected = sum(update.rank for update in low) - sum(each.size for each in order.groups)
-        began_with = sum(update.first_rank for update in low)
-        return self._reach(
-            order, lambda m: protected + sum(int(x.sum()) for x in m.values()), share, "rank", began_with
-        )
-
-    def _reach(self, order: Order, size: Callable[[Masks], int], share: float, kind: str, total: int) -> Masks:
-        """What the shortest prefix leaves whose size is within its share of the total."""
-        limit = math.floor(share * total + 1e-9)  # 0.7 of 10 is 7, whatever 0.7 * 10 is
-        steps = first_step(len(order), lambda n: size(order.masks(n)) <= limit)
-        if steps is None:
-            least = size(order.masks(len(order)))
-            raise BudgetError(
-                f"{kind}={share} cannot be reached: with all that may go gone, {least / total:.4f} is left "
-                f"({least:,} of {total:,}); ask for that or more, or lower min_keep, round_to and protect"
-            )
-        return order.masks(steps)
-
-    def _within_bytes(self, units: Order, fixed: Masks | None, limit: int) -> Plan:
-        """Units and components in step, the same share of each; units alone where the ranks are fixed."""
-        if not is_marked(self.net):
-            raise BudgetError("a budget of bytes is one of a task file; expected an adapted network")
-        ranks = self._rank_order(needed=not units.groups) if fixed is None else Order([], self.ranking)
+    def _reach(self, units: Order, ranks: Order, fixed: Masks, kind: str, value: float) -> tuple[Masks, Masks]:
+        """The units and components that the shortest prefix leaves within the budget: of both the same share."""
+        size, total = self._measure(kind)
+        limit = value if total is None else math.floor(value * total + 1e-9)  # 0.7 of 10 is 7, whatever 0.7 * 10 is
         longest = max(len(units), len(ranks))
 
         def at(step: int) -> tuple[Masks, Masks]:
             # of the shorter order a step takes less than one
             taken = [len(order) * step // max(longest, 1) for order in (units, ranks)]
-            return units.masks(taken[0]), {**(fixed or {}), **ranks.masks(taken[1])}
+            return units.masks(taken[0]), {**fixed, **ranks.masks(taken[1])}
 
-        def size(step: int) -> int:
-            masks, left = at(step)
-            return self.meter.task_bytes(self._kept(masks), {n: int(m.sum()) for n, m in left.items()})
-
-        steps = first_step(longest, lambda n: size(n) <= limit)
+        steps = first_step(longest, lambda n: size(*at(n)) <= limit)
         if steps is None:
+            least = size(*at(longest))
+            left = f"{least:,} are left" if total is None else f"{least / total:.4f} is left ({least:,} of {total:,})"
             raise BudgetError(
-                f"bytes={limit:,} cannot be reached: with all that may go gone, {size(longest):,} are left; ask for "
-                "that or more, or lower min_keep, round_to and protect"
+                f"{kind}={f'{value:,}' if total is None else value} cannot be reached: with all that may go gone, "
+                f"{left}; ask for that or more, or lower min_keep, round_to and protect"
             )
-        return self._predicted(*at(steps))
+        return at(steps)
+
+    def _measure(self, kind: str) -> tuple[Callable[[Masks, Masks], int], int | None]:
+        """How large what is left of units and components is, and what a share is of; None for bytes."""
+        if kind == "bytes":
+            return lambda units, ranks: self.meter.task_bytes(self._kept(units), _counts(ranks)), None
+        if kind == "rank":  # of all components that adapters began with; those of protected layers all stay
+            updates = {entry.update: entry.path for entry in reversed(attachment_of(self.net).updated)}
+            low = {path: update for update, path in updates.items() if isinstance(update, LowRank)}
+            now = {path: update.rank for path, update in low.items()}
+            return lambda _, ranks: sum({**now, **_counts(ranks)}.values()), sum(u.first_rank for u in low.values())
+        sizes = {"channels": self.meter.channels, "weights": self.meter.parameters, "macs": self.meter.macs}
+        return lambda units, _: sizes[kind](self._kept(units)), sizes[kind](self.meter.whole)
 
     def _within_latency(self, units: Order, fixed: Masks, share: float, example: Any) -> Plan:
         clock = Latency(self.net, self.meter, example)
@@ -391,6 +379,10 @@ class _Search:
     def _predicted(self, masks: Masks, ranks: Masks) -> Plan:
         prediction = self.meter.predict(self._plan(masks, ranks), self._kept(masks))
         return self._plan(masks, ranks, prediction)
+
+
+def _counts(masks: Masks) -> dict[str, int]:
+    return {name: int(mask.sum()) for name, mask in masks.items()}
 
 
 def _of_stream(value: Floats, scores: Scores, number: int, kept: Kept) -> tuple[Floats, int]:

@@ -1,20 +1,16 @@
-"""How long calls take: timing loops, statistics of what they measure, and the machine that they ran on.
-
-`take_turns` compares several calls, `time_call` times a single one.
-"""
+"""How long calls take: the timing loop, statistics of what it measures, and the machine that it ran on."""
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
+from timeit import repeat, timeit
 from typing import Any
 
 import torch
@@ -34,10 +30,12 @@ MAX_CALLS = 10_000
 
 def take_turns(
     calls: Mapping[str, Call], *, rounds: int, seconds: float = 0.0, clock: Clock = time.perf_counter
-) -> dict[str, tuple[int, list[float]]]:
-    """Time several calls in turns. For each, how often it is called in a turn, and the median seconds in each round.
+) -> dict[str, list[float]]:
+    """Time several calls in turns. For each, the median seconds in each round.
 
     In turns, whatever else the machine does falls on all calls alike.
+
+    Garbage is not collected while a call runs.
 
     Args:
         calls: what to time, by name.
@@ -48,40 +46,14 @@ def take_turns(
     repeats = {name: _repeats(call, seconds, clock) for name, call in calls.items()}
     found: dict[str, list[float]] = {name: [] for name in calls}
     order = list(calls)
-    with _without_collection():
-        for _ in range(rounds):
-            for name in order:
-                found[name].append(_turn(calls[name], repeats[name], clock))
-            # Each round starts with another call, so that none always follows the same one.
-            order = [*order[1:], *order[:1]]
-    return {name: (repeats[name], times) for name, times in found.items()}
-
-
-def time_call(
-    call: Call,
-    *,
-    warm_up: int = 3,
-    fewest: int = 7,
-    most: int = 40,
-    seconds: float = 0.5,
-    clock: Clock = time.perf_counter,
-) -> list[float]:
-    """The seconds of each of several calls, sorted; take their `median` or their `lower_quartile`.
-
-    Args:
-        call: what to time.
-        warm_up: calls before the first that counts.
-        fewest: how many calls are timed, however long they take.
-        most: how many are timed at most.
-        seconds: the time to spend between these two.
-        clock: seconds that never go back.
-    """
-    for _ in range(warm_up):
-        call()
-    times: list[float] = []
-    while len(times) < fewest or (len(times) < most and sum(times) < seconds):
-        times.append(_timed(call, clock))
-    return sorted(times)
+    for _ in range(rounds):
+        for name in order:
+            if repeats[name] > 1:
+                calls[name]()  # brings the weights back into the caches, which the turns of others have filled
+            found[name].append(median(repeat(calls[name], timer=clock, repeat=repeats[name], number=1)))
+        # Each round starts with another call, so that none always follows the same one.
+        order = [*order[1:], *order[:1]]
+    return found
 
 
 def finished(call: Call, device: torch.device) -> Call:
@@ -97,38 +69,13 @@ def finished(call: Call, device: torch.device) -> Call:
     return run
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Collect garbage now, and not while something is timed."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def _repeats(call: Call, seconds: float, clock: Clock) -> int:
     """How many calls take that long. The first call is not timed: it may pay for one-time work."""
     call()
     if not seconds:
         return 1
-    took = _timed(call, clock)
+    took = timeit(call, timer=clock, number=1)
     return MAX_CALLS if took * MAX_CALLS <= seconds else max(1, math.ceil(seconds / took))
-
-
-def _turn(call: Call, repeats: int, clock: Clock) -> float:
-    if repeats > 1:
-        call()  # brings the weights back into the caches, which the turns of others have filled
-    return median([_timed(call, clock) for _ in range(repeats)])
-
-
-def _timed(call: Call, clock: Clock) -> float:
-    start = clock()
-    call()
-    return clock() - start
 
 
 # statistics
@@ -164,22 +111,13 @@ def interval_rank(count: int) -> int:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The middle half lies between them.
+    """The middle half lies between them. Other work on the machine only ever adds time, so the lower one moves least.
 
     >>> quartiles([1.0, 2.0, 3.0, 4.0, 5.0])
     (2.0, 4.0)
     """
     low, _, high = quantiles(values, method="inclusive")
     return low, high
-
-
-def lower_quartile(values: Sequence[float]) -> float:
-    """What a single call takes: other work on the machine only ever adds time, so the lower quartile moves least.
-
-    >>> lower_quartile([5.0, 1.0, 2.0, 9.0])
-    2.0
-    """
-    return sorted(values)[len(values) // 4]
 
 
 # the machine

@@ -416,13 +416,13 @@ def test_a_checkpoint_becomes_a_task(base, tmp_path, spalier):
     assert "output missing" in spalier(*command[:-1], "spdelta-8bit").out  # without data, so norms stay as they are
     torch.testing.assert_close(Task.load(out).build(base)(IMAGES), wanted(IMAGES), rtol=0.02, atol=0.02)
     for wrong, words in (
-        (command[:3] + command[-4:], "--base is missing"),
+        (command[:3] + command[-4:], "Missing option '--base'"),
         ((*command[:-1], "zip"), "expected names"),
     ):
         called = spalier(*wrong)
         assert called.code in (1, 2)
         assert words in called.err
-    assert "NAME.task.safetensors" in spalier(*command[:-4], "-o", tmp_path / "a.zip").err
+    assert "ends in .task.safetensors" in spalier(*command[:-4], "-o", tmp_path / "a.zip").err
 
 
 def test_loras_come_and_go(base, tmp_path, spalier):

@@ -132,7 +132,7 @@ def point(browser, key, figure="accuracy-learned"):
 
 
 def hover(browser, mark):
-    """The driver scrolls before it moves, and the page, which hides its tip on a scroll, hears of that a frame later."""
+    """The driver scrolls before it moves; the page hides its tip on a scroll, of which it hears a frame later."""
     ActionChains(browser).move_to_element(mark).perform()
     browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
     ActionChains(browser).move_by_offset(1, 0).perform()
@@ -196,7 +196,7 @@ def test_paper_has_panels_side_by_side(browser, pages):
     """At the width of A4: panels of a wide figure, and figures that are not."""
     boxes = """return [...document.querySelectorAll(arguments[0])].filter((n) => n.getClientRects().length)
       .map((n) => [n.getBoundingClientRect().left, n.getBoundingClientRect().top])"""
-    for name, css, count in (("data", "#accuracy-learned > svg > g", 3), ("sweep", "#accuracy figure", 4)):
+    for name, css, count in (("data", "#accuracy-learned > svg > g", 3), ("sweep", "#accuracy figure", 5)):
         look(browser, pages[name], 718, media="print")
         found = browser.execute_script(boxes, css)
         lefts = {round(left / 100) for left, _ in found}

@@ -17,8 +17,8 @@ from reported import HOSTILE, write_run
 
 import spalier as sp
 from spalier.errors import ConfigError
-from spalier.reporting.comparisons import accuracy_figures, bytes_figures
-from spalier.reporting.draw import Axis, Dot, Figure, Line, Panel, has_leaves, leaf_paths, to_svg
+from spalier.reporting.comparisons import comparison_figures
+from spalier.reporting.draw import Axis, Box, Dot, Figure, Line, Panel, has_leaves, leaf_paths, to_svg
 from spalier.reporting.load import ReportData, Run, TaskResult, load
 from spalier.reporting.page import PNG_SCALE, all_figures, export, report, standalone, to_csv
 from spalier.tasks import StoreReport
@@ -47,7 +47,6 @@ def test_tables_hold_the_rows(run):
     ):
         table = figures[name].rows
         assert [(r[3], r[4]) for r in table] == [(row[column], row["test"]) for row in rows]
-    assert [r[2] for r in figures["files"].rows] == [row["bytes"] for row in rows]
     assert {"network", "learning", "break-even", "scores-birds-50", "examples-birds-25"} <= set(figures)
 
 
@@ -105,7 +104,7 @@ def test_drawings_are_well_formed_and_inside(run):
 
 def test_every_file_can_be_read_back(run, tmp_path, fonts):
     found = list({figure.name.partition("-birds")[0]: figure for figure in run[1]}.values())
-    assert len(found) == 12
+    assert len(found) == 11
     export(found, tmp_path)
     for figure in found:
         rows = list(csv.reader((tmp_path / f"{figure.name}.csv").read_text("utf-8").splitlines()))
@@ -185,13 +184,21 @@ def test_ranks_are_in_order(tmp_path):
     assert list(dict.fromkeys(row[0] for row in figure.rows)) == ["rank 2", "rank 8", "rank 16"]
 
 
-def test_a_thousand_classes_show_the_pairs_that_matter(tmp_path):
+def test_a_thousand_classes_show_those_that_are_confused_most(tmp_path):
     classes = [f"class {i}" for i in range(1000)]
     write_run(tmp_path / "r", classes=classes, densities=(1.0,), extras=False)
+    path = tmp_path / "r/blocks/00.json"
+    block = json.loads(path.read_text())
+    counts = block["confusion"]["test"]
+    counts[7][993] = 500
+    path.write_text(json.dumps(block))
     figures = by_name(all_figures(load(tmp_path / "r")))
     confusion, per_class = figures["confusion-birds-100"], figures["classes-birds-100"]
-    assert len(confusion.panels[0].marks) == 25
-    assert confusion.rows[0][2] == max(row[2] for row in confusion.rows)
+    assert confusion.rows[0][:3] == ["class 7", "class 993", 500]
+    assert [label for _, label in confusion.panels[0].x.ticks][::19] == ["class 7", "class 993"]
+    (cell,) = (m for m in confusion.panels[0].marks if isinstance(m, Box) and m.text == "500")
+    assert cell.tip.startswith(f"class 7 predicted as class 993\n500 of {sum(counts[7])}")
+    assert "The 20 of 1000 classes" in confusion.caption
     assert len(per_class.rows) == 1000
     assert len(to_svg(confusion, 344)) < 50_000
 
@@ -213,48 +220,31 @@ def test_one_task_alone(tmp_path):
     ElementTree.fromstring(to_svg(figures["accuracy-learned"], 344))
 
 
-def sized(target, file, network, base, method="splora", **more):
-    numbers = {"bytes": file, "network": network, "base": base}
-    said = {"method": method, "rank": 8, "seed": 0}
-    key = f"{method}{target}{file}"
-    return TaskResult(key, "t", "r", said, target, numbers, architecture="a" * 64, **more)
-
-
-def test_break_even_is_counted_for_each_method_and_density():
-    tasks = [
-        *(sized(1.0, 10, 1000, 1000), sized(0.5, 10, 60, 1000), sized(0.25, 10, 14, 1000)),
-        *(sized(0.25, 12, 14, 1000), sized(1.0, 1100, 1000, 1000, "fine-pruning")),
-    ]
-    _, figure = bytes_figures(ReportData("run", "r", [Run("r", tasks)], {}, ["method"]))
-    found = {(row[0], row[1]): (row[2], row[6]) for row in figure.rows}
-    count = lambda file, network: next(t for t in range(1, 9999) if 1000 + t * file < t * network)  # noqa: E731
-    assert found == {
-        ("SPLoRA", "100%"): (1, count(10, 1000)),
-        ("SPLoRA", "50%"): (1, count(10, 60)),
-        ("SPLoRA", "25%"): (2, count(11, 14)),
-        ("fine-pruning", "100%"): (1, "never"),
-    }
-    assert "Means over tasks and seeds of the same method and density" in figure.caption
-    assert "Never: fine-pruning at 100%." in figure.caption
-    assert len(figure.panels) == 1
-    (line,) = (m for m in figure.panels[0].marks if isinstance(m, Line))
-    assert list(line.points) == [(1.0, count(10, 1000)), (0.5, count(10, 60)), (0.25, count(11, 14))]
-    ElementTree.fromstring(to_svg(figure, 700))
-
-
 def test_break_even_of_a_task_is_the_stores(tmp_path):
     write_run(tmp_path / "r", extras=False)
     store = sp.Store(tmp_path / "r" / "tasks").report()
-    figures = by_name(all_figures(load(tmp_path / "r")))
-    alone = {c.name: StoreReport(store.base, (c,)).break_even or "never" for c in store.costs}
-    assert {row[1]: row[5] for row in figures["files"].rows} == alone
-    assert [row[6] for row in figures["break-even"].rows] == [alone[n] for n in ("birds-100", "birds-50", "birds-25")]
+    alone = {c.name: StoreReport(store.base, (c,)).break_even for c in store.costs}
+    pays = {task.name: task.numbers.get("pays") for task in load(tmp_path / "r").tasks}
+    assert pays == alone
+    figure = by_name(all_figures(load(tmp_path / "r")))["break-even"]
+    wanted = {density: alone[f"birds-{100 * density:g}"] for density in (1.0, 0.5, 0.25)}
+    assert {row[3]: row[4] for row in figure.rows} == {d: pays for d, pays in wanted.items() if pays}
+    (line,) = (m for m in figure.panels[0].marks if isinstance(m, Line))
+    assert list(line.points) == [(row[3], row[4]) for row in figure.rows]
 
 
-def test_the_caption_says_what_files_hold(tmp_path):
-    write_run(tmp_path / "a", method="fine-pruning", extras=False)
-    caption = by_name(all_figures(load(tmp_path)))["files"].caption
-    assert "masks, adapters, norms and head; for fine-pruning, masks and all weights that are left." in caption
+def test_files_that_never_pay_are_said_to(tmp_path):
+    def sized(target, file, network):
+        numbers = {"bytes": file, "network": network, "base": 1000, "density": target}
+        more = {} if file >= network else {"pays": next(t for t in range(1, 9999) if 1000 + t * file < t * network)}
+        return TaskResult(f"{target}", "t", "r", {"method": "splora", "seed": 0}, target, numbers | more)
+
+    tasks = [sized(1.0, 10, 1000), sized(0.5, 10, 60), sized(0.25, 12, 12)]
+    (figure,) = comparison_figures(ReportData("run", "r", [Run("r", tasks)], {}, []))
+    assert [(row[1], row[4]) for row in figure.rows] == [("100%", 2), ("50%", 21)]
+    assert "never pay" in figure.caption
+    assert "1 without these numbers are not shown" in figure.caption
+    ElementTree.fromstring(to_svg(figure, 700))
 
 
 def test_latency_is_not_joined(run):
@@ -294,7 +284,7 @@ def test_figures_of_one_task_share_their_accuracies(tmp_path):
     path = tmp_path / "r" / "blocks" / "02.json"
     block = json.loads(path.read_text())
     path.write_text(json.dumps({**block, "row": {**block["row"], "latency_ms": None}}))
-    found = [figure.panels[0] for figure in accuracy_figures(load(tmp_path / "r"))]
+    found = [f.panels[0] for f in comparison_figures(load(tmp_path / "r")) if f.name != "break-even"]
     assert [len([m for m in panel.marks if isinstance(m, Dot)]) for panel in found] == [3, 3, 3, 2]
     assert len({(panel.y.low, panel.y.high, panel.y.ticks) for panel in found}) == 1
 

@@ -58,21 +58,21 @@ def test_layers_are_what_the_built_network_has():
 
     base = tiny_cnn(10)
     for each in tasks():
-        found = {layer.name: layer for layer in layers(each)}
+        found = layers(each)
         assert set(found) == {"0", "3"}
-        assert [found[n].channels for n in "03"] == [base[0].out_channels, base[3].out_channels]
+        assert [len(found[n]) for n in "03"] == [base[0].out_channels, base[3].out_channels]
         shapes = [row.shape for row in each.table.rows if row.path in ("0", "3") and len(row.shape) == 4]
-        assert shapes[0][0] == found["0"].channels
-        assert found["0"].left + found["3"].left == each.info.density.channels[0]
+        assert shapes[0][0] == len(found["0"])
+        assert found["0"].sum() + found["3"].sum() == each.info.density.channels[0]
 
 
 def test_lives_are_what_counting_gives(tmp_path):
     write_run(tmp_path / "r")
     found = load(tmp_path / "r").tasks
-    for layer in range(2):
+    for layer in ("0", "3"):
         lives = removed_at(found, layer)
         for step, entry in enumerate(found):
-            assert [life > step for life in lives] == entry.layers[layer].kept.tolist()
+            assert [life > step for life in lives] == entry.layers[layer].tolist()
 
 
 def test_a_run_in_progress_shows_what_is_done(tmp_path):
@@ -254,11 +254,9 @@ def test_a_repeat_is_no_seed(tmp_path):
     for name, seed in (("b", 0), ("c", 1)):
         write_run(tmp_path / name, seed=seed, extras=False)
     found = load(tmp_path)
-    assert dict(found.repeats) == {"a": "b"}
-    assert [run.name for run in found.runs] == ["b", "c"]
-    assert [task.key for task in points(found)[0].tasks] == ["b/birds-100", "c/birds-100"]
-    text = page(found, all_figures(found))
-    assert "<bdi>a</bdi> repeats <bdi>b</bdi>" in text
+    keys = [[task.key for task in point.tasks] for point in points(found)]
+    assert keys[:2] == [["a/birds-100", "c/birds-100"], ["b/birds-100"]]
+    page(found, all_figures(found))
 
 
 def test_the_same_density_twice_is_no_seed(tmp_path):
@@ -267,32 +265,19 @@ def test_the_same_density_twice_is_no_seed(tmp_path):
     assert [len(point.tasks) for point in points(load(tmp_path / "r"))] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_a_store_has_a_panel_for_each_task_and_a_line_for_each_method(named, tmp_path):
+def test_a_store_has_a_panel_for_each_task_and_a_line_for_each_method(tmp_path):
     store = sp.Store(tmp_path)
     for classes in (("cat", "dog"), ("owl", "tit")):
         for method in ("splora", "fine-pruning"):
             for place, density in enumerate((100, 50)):
                 run = "-".join(classes)
-                said = {"data": "birds", "method": method, "seed": 0} | ({"run": run} if named else {})
+                said = {"data": "birds", "method": method, "seed": 0, "run": run}
                 name = f"{run}-{method}-{density}"
                 store.add(task(place, name, metrics={"accuracy": 0.9}, provenance=said, classes=classes))
     one_each = {"SPLoRA": [1, 1], "fine-pruning": [1, 1]}
     found = sizes_of(load(tmp_path))
     assert found == {"cat-dog": one_each, "owl-tit": one_each}
     assert [list(series) for series in found.values()] == [["SPLoRA", "fine-pruning"]] * 2
-
-
-def test_names_of_panels_lose_their_method(tmp_path):
-    store = sp.Store(tmp_path)
-    for data in ("birds", "boats"):
-        for method in ("splora", "fine-pruning"):
-            said = {"data": "x", "method": method, "seed": 0}
-            store.add(task(0, f"{data}-{method}-100", metrics={"accuracy": 0.9}, provenance=said))
-    assert {panel: len(series) for panel, series in series_of(load(tmp_path)).items()} == {
-        "birds": 2,
-        "boats": 2,
-    }
 
 
 def test_other_folders_are_refused(tmp_path):
@@ -320,8 +305,8 @@ def test_a_real_run(tmp_path):
     assert [e.numbers["test"] for e in found.tasks] == [row["test"] for row in results.rows]
     assert [e.numbers["macs"] for e in found.tasks] == [row["macs"] for row in results.rows]
     for entry, row in zip(found.tasks, results.rows, strict=True):
-        kept = {layer.name: layer.left for layer in entry.layers}
-        assert sum(kept.values()) == round(row["channels"] * sum(layer.channels for layer in entry.layers))
+        kept = {name: int(mask.sum()) for name, mask in entry.layers.items()}
+        assert sum(kept.values()) == round(row["channels"] * sum(map(len, entry.layers.values())))
     last = found.tasks[-1]
     assert last.scores is not None
     assert sum(map(sum, (c for pair in last.scores.streams.values() for c in pair))) > 0

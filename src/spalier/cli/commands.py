@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import platform
+import re
 import shlex
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +15,7 @@ import click
 
 import spalier
 from spalier.cli import opening
-from spalier.cli.main import EXISTING_FILE, EXISTING_FOLDER, FILE, FOLDER, Console, command
+from spalier.cli.console import EXISTING_FILE, EXISTING_FOLDER, FILE, FOLDER, Console, command
 from spalier.cli.opening import base_options, network_options, open_base, settings_option
 from spalier.errors import DataError
 
@@ -189,63 +191,49 @@ def eval_(console: Console, tasks: tuple[str, ...], base: str | None, part: str,
     """
     from spalier.text import table
 
-    data, folder, size = (options.pop(name) for name in ("data", "data_folder", "image_size"))
-    files = opening.task_files(tasks)
-    bases: dict[str, nn.Module] = {}
-    rows: list[dict[str, Any]] = []
-    cells: list[list[str]] = []
+    given = {name: options.pop(name) for name in ("data", "data_folder", "image_size")}
+    files, rows = opening.task_files(tasks), []
+    opened = functools.cache(functools.partial(open_base, **options))
     for (name, task), file in zip(opening.load_tasks(files).items(), files, strict=True):
-        where = base or opening.run_beside(file)
-        if where not in bases:
-            bases[where] = open_base(where, **options)
-        samples = _data_of(task, file, base, data, folder, size)
-        found = _evaluate(task.build(bases[where]), samples, part)
-        recorded = task.info.metrics.get("accuracy")
-        row = {"task": name, "data": samples.name, "part": part, "samples": found.samples}
-        rows.append({**row, "accuracy": found.accuracy, "loss": found.loss, "recorded": recorded})
-        shares = [f"{found.accuracy:.1%}", f"{found.loss:.4f}", "-" if recorded is None else f"{recorded:.1%}"]
-        cells.append([name, samples.name, f"{found.samples:,}", *shares])
+        net = opened(base or opening.run_beside(file))
+        samples = _data_of(task, file, base, {name: value for name, value in given.items() if value is not None})
+        found = _evaluate(task.build(net), samples, part)
+        measured = {"accuracy": found.accuracy, "loss": found.loss, "recorded": task.info.metrics.get("accuracy")}
+        rows.append({"task": name, "data": samples.name, "part": part, "samples": found.samples, **measured})
         console.note(f"{name}: {found.accuracy:.1%}")
+    forms = {
+        "task": "{}",
+        "data": "{}",
+        "samples": "{:,}",
+        "accuracy": "{:.1%}",
+        "loss": "{:.4f}",
+        "recorded": "{:.1%}",
+    }
+    cells = [["-" if row[key] is None else form.format(row[key]) for key, form in forms.items()] for row in rows]
     console.show(table(["task", "data", part, "accuracy", "loss", "in the file"], cells), {"tasks": rows})
 
 
-def _data_of(task: Task, file: Path, base: str | None, data: str | None, folder: str | None, size: int | None) -> Data:
+def _data_of(task: Task, file: Path, base: str | None, given: dict[str, Any]) -> Data:
     """The samples of a task's classes: from data by name, or from those of the run that it lies in."""
-    from spalier.data import open_data
+    from spalier.runs import Settings
+    from spalier.runs.run import open_samples
 
-    info = task.info
-    options: dict[str, Any] = {"validation_split": 0.1}
     run = opening.run_in(file.resolve().parent.parent) or (opening.run_in(Path(base)) if base else None)
-    if data is None and run is None:
+    if run is None and "data" not in given:
         raise click.UsageError("--data is missing: which samples to look at, such as --data digits.")
-    if run is not None and data in (None, run.data):  # the same split that the task was learned with
-        data, folder = run.data, folder or run.data_folder
-        same = "validation_split max_train_samples seed skip_bad text_column label_column"
-        options = {name: getattr(run, name) for name in same.split()}
-    assert data is not None
-    if info.preprocessing.get("kind") == "text":
-        return _texts_of(task, data, base if run is None else run.tokenizer or run.network, options)
-    classes = tuple(info.classes)
-    size = size or info.preprocessing.get("size")
-    found = open_data(data, folder=folder, image_size=size, classes=classes or None, **options)
+    if run is None or given.get("data", run.data) != run.data:  # else the same split that the task was learned with
+        run = Settings(network=base or "") if run is None else Settings(network=run.network, tokenizer=run.tokenizer)
+    said, classes = task.info.preprocessing, tuple(task.info.classes)
+    learned = {"image_size": said.get("size"), "max_length": said.get("max_length"), "classes": classes or None}
+    found = open_samples(run.replace(**{**learned, **given}))
     if classes and found.classes != classes:
         raise DataError(
-            f"{data} gives the classes {', '.join(found.classes[:5])}..., and the task's outputs are "
+            f"{found.name} gives the classes {', '.join(found.classes[:5])}..., and the task's outputs are "
             f"{', '.join(classes[:5])}..., in another order; expected the data that it was learned from"
         )
-    return found
-
-
-def _texts_of(task: Task, data: str, tokenizer: str | None, options: dict[str, Any]) -> Data:
-    """Texts as a task learned them: the same tokenizer, the same length."""
-    from spalier.data import open_data
-
-    said = task.info.preprocessing
-    named = {"tokenizer": tokenizer, "max_length": said.get("max_length"), "classes": task.info.classes or None}
-    found = open_data(data, **named, **options)  # type: ignore[arg-type]
-    if found.preprocessing["tokenizer_digest"] != said.get("tokenizer_digest"):
+    if found.preprocessing.get("tokenizer_digest") != said.get("tokenizer_digest"):
         raise DataError(
-            f"{tokenizer} has another tokenizer than the one that {task.name} was learned with "
+            f"{run.tokenizer or run.network} has another tokenizer than the one that {task.name} was learned with "
             f"({said.get('tokenizer')}); expected the same base"
         )
     return found
@@ -326,41 +314,25 @@ def report(console: Console, folder: str, out: str | None, figures: str | None) 
 
 # env
 
-LIBRARIES = {
-    "torch": ("everything", "torch"),
-    "numpy": ("everything", "numpy"),
-    "safetensors": ("task files, weights", "safetensors"),
-    "click": ("the command line", "spalier[cli]"),
-    "jinja2": ("reports", "spalier[cli]"),
-    "resvg-py": ("figures as PNG", "spalier[report]"),
-    "accelerate": ("runs", "spalier[train]"),
-    "pillow": ("image data", "spalier[train]"),
-    "pyyaml": ("settings of runs", "spalier[train]"),
-    "scikit-learn": ("the digits: demo, quick runs", "spalier[train]"),
-    "tqdm": ("progress bars", "spalier[train]"),
-    "huggingface_hub": ("task push, task pull", "spalier[hub]"),
-    "onnx": ("export to ONNX, bench in onnxruntime", "spalier[onnx]"),
-    "onnxruntime": ("export to ONNX, bench in onnxruntime", "spalier[onnx]"),
-    "onnxscript": ("export to ONNX, bench in onnxruntime", "spalier[onnx]"),
-    "executorch": ("export to ExecuTorch", "executorch"),
-    "ray": ("sweeps and services on a cluster", "spalier[ray]"),
-    "fastapi": ("serve", "spalier[serve]"),
-    "uvicorn": ("serve", "spalier[serve]"),
-    "prometheus_client": ("serve", "spalier[serve]"),
-    "python-multipart": ("serve", "spalier[serve]"),
-    "torchvision": ("networks and data called torchvision:NAME", "torchvision"),
-    "timm": ("networks called timm:NAME", "timm"),
-    "transformers": ("networks called hf:NAME", "transformers"),
-    "datasets": ("data called hf:NAME", "datasets"),
-    "lightning": ("pruning in Lightning's loop", "lightning"),
-    "tensorboard": ("tracking of runs", "tensorboard"),
-}
-"""What each library is needed for, and what pip installs for it."""
+EXTRAS = ("train", "hub", "onnx", "cli", "serve", "ray", "report")
+"""Those that others include come first."""
+OTHERS = ("torchvision", "timm", "transformers", "datasets", "lightning", "tensorboard", "executorch")
+"""Libraries of no extra: networks and data by name, pruning in Lightning's loop, tracking, export."""
+
+
+def libraries() -> dict[str, str]:
+    """All that Spalier can use, and what pip installs for it."""
+    lines = metadata.requires("spalier") or ()
+    required = [match.groups() for line in lines if (match := re.match(r"([\w-]+)[^;]*(?:;.*extra == .(\w+))?", line))]
+    found: dict[str, str] = {}
+    for extra in (*reversed(EXTRAS), None):
+        found |= {name: f"spalier[{extra}]" if extra else name for name, its in required if its == extra}
+    return {name: pip for name, pip in found.items() if name != "spalier"} | {name: name for name in OTHERS}
 
 
 @command()
 def env(console: Console) -> None:
-    """Show versions, devices, and which libraries are missing for what. Add this to a report of a defect.
+    """Show versions, devices, and which libraries are missing. Add this to a report of a defect.
 
     Examples:
         spalier env
@@ -374,13 +346,11 @@ def env(console: Console) -> None:
         found |= _machine()
     except Exception as error:  # whatever a broken installation of torch raises
         found["torch"] = f"cannot be imported: {type(error).__name__}: {error}"
-    versions = {name: _version(name) for name in LIBRARIES}
+    to_install = libraries()
+    versions = {name: _version(name) for name in to_install}
     lines = [f"{name}: {value}" for name, value in found.items()]
-    rows = [
-        [name, versions[name] or "missing", needed_for, "" if versions[name] else f"pip install '{source}'"]
-        for name, (needed_for, source) in LIBRARIES.items()
-    ]
-    shown = table(["library", "version", "needed for", "to install it"], rows)
+    rows = [[n, versions[n] or "missing", "" if versions[n] else f"pip install '{to_install[n]}'"] for n in versions]
+    shown = table(["library", "version", "to install it"], rows)
     console.show("\n".join([*lines, "", shown]), {**found, "libraries": versions})
 
 

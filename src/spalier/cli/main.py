@@ -1,45 +1,27 @@
-"""`spalier`: the group of commands, what they print where, and what becomes of errors."""
+"""`spalier`: the group of commands, and what becomes of errors."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import json
 import logging
 import os
 import re
-import signal
 import sys
-import textwrap
-import threading
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from importlib import import_module
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, TextIO
+from typing import TextIO
 
 import click
 
 import spalier
+from spalier.cli.commands import bench, demo, env, eval_, report, sweep, trace, train
+from spalier.cli.console import Console
+from spalier.cli.serving import predict, serve
+from spalier.cli.task_commands import task
 from spalier.errors import SpalierError
-
-COMMANDS = {
-    "demo": "commands",
-    "trace": "commands",
-    "train": "commands",
-    "sweep": "commands",
-    "eval": "commands",
-    "predict": "serving",
-    "task": "task_commands",
-    "serve": "serving",
-    "bench": "commands",
-    "report": "commands",
-    "env": "commands",
-}
-"""The module of each command, in the order in which one meets them. It is imported when the command is called."""
 
 EXIT_CODES = {
     0: "done",
@@ -52,91 +34,17 @@ EXIT_CODES = {
 GLOBAL_OPTIONS = ("--debug", "--quiet", "-q")
 
 
-class Console:
-    """Where one call of the command line prints: results to standard output, all else to standard error."""
-
-    def __init__(self, *, as_json: bool) -> None:
-        self.as_json = as_json
-        self.debug = False
-        self.quiet = False
-        self.interrupted = False
-        self.takes: list[str] = []  # the options of the command
-        self.out = sys.stdout
-
-    def note(self, text: str) -> None:
-        """Print something worth knowing that is no result."""
-        if not self.quiet:
-            self._print(text, sys.stderr, "", dim=True)
-
-    def show(self, text: object, data: Any) -> None:
-        """Print a result: text for people, or with --json one document for programs."""
-        if self.as_json:
-            click.echo(json.dumps(data, indent=1, allow_nan=False), file=self.out)
-        else:
-            self._print(str(text), self.out, r"\bfaster \d\S*|\bsound\b", fg="green")
-
-    def fail(self, exit_code: int, code: str, message: str) -> int:
-        """Print an error, as a document too where one was asked for; its exit code."""
-        if self.as_json:
-            self.show("", {"error": {"code": code, "message": message}})
-        self._print(f"spalier: {message}", sys.stderr, "^spalier:", fg="red", bold=True)
-        return exit_code
-
-    @staticmethod
-    def _print(text: str, out: TextIO, styled: str, **style: Any) -> None:
-        """Print text; on a terminal in colours, unless it is asked for none (no-color.org)."""
-        is_plain = not out.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-        if not is_plain:
-            text = re.sub(styled or "(?s).+", lambda found: click.style(found[0], **style), text)
-        click.echo(text, file=out, color=not is_plain)
-
-    @contextlib.contextmanager
-    def remember_interrupt(self) -> Iterator[None]:
-        """Note a Ctrl-C: a library that is interrupted in the middle of an import may raise something else."""
-        if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
-            yield
-            return
-
-        def note(number: int, frame: FrameType | None) -> None:
-            self.interrupted = True
-            raise KeyboardInterrupt
-
-        before = signal.signal(signal.SIGINT, note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
-
-
 class Commands(click.Group):
-    """The commands, imported one at a time, so that help does not wait for torch."""
+    """Lists commands in the order in which one meets them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All names."""
-        return list(COMMANDS)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that was typed; one that does not exist gets the names that it is close to."""
-        if args[0] not in COMMANDS and not ctx.resilient_parsing:
-            from spalier.text import close_names
-
-            close = " or ".join(map(repr, close_names(args[0], COMMANDS)))
-            ctx.fail(f"No such command {args[0]!r}." + (f" Did you mean {close}?" if close else ""))
-        return super().resolve_command(ctx, args)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """One command, imported now."""
-        if cmd_name not in COMMANDS:
-            return None
-        module = import_module(f"spalier.cli.{COMMANDS[cmd_name]}")
-        found: click.Command = getattr(module, "eval_" if cmd_name == "eval" else cmd_name)
-        return found
+        return list(self.commands)
 
 
 @click.group(
     cls=Commands,
+    commands=[demo, trace, train, sweep, eval_, predict, task, serve, bench, report, env],
     epilog="\b\nExit codes:\n" + "\n".join(f"  {code:3}  {meaning}" for code, meaning in EXIT_CODES.items()),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
@@ -275,33 +183,3 @@ def _globals_first(given: list[str]) -> list[str]:
     end = given.index("--") if "--" in given else len(given)
     moved = [word for word in given[:end] if word in GLOBAL_OPTIONS]
     return moved + [word for word in given[:end] if word not in GLOBAL_OPTIONS] + given[end:]
-
-
-# what the modules of commands share
-
-FILE, FOLDER = click.Path(dir_okay=False), click.Path(file_okay=False)
-EXISTING_FILE, EXISTING_FOLDER = (click.Path(exists=True, dir_okay=False), click.Path(exists=True, file_okay=False))
-JSON = click.Option(["--json"], is_flag=True, expose_value=False, help="Print one JSON document instead of text.")
-
-
-def command(name: str | None = None, group: click.Group | None = None) -> Callable[[Callable[..., Any]], click.Command]:
-    """Make a command of a function that takes the console first. The examples of its docstring end its help."""
-
-    def decorate(function: Callable[..., Any]) -> click.Command:
-        text, _, examples = inspect.cleandoc(function.__doc__ or "").partition("Examples:\n")
-        # \b: lines stay as they are
-        epilog = "\b\nExamples:\n" + textwrap.indent(textwrap.dedent(examples), "  ")
-
-        @click.pass_context
-        def call(ctx: click.Context, /, **given: Any) -> Any:
-            ctx.obj.takes = [option for parameter in ctx.command.params for option in parameter.opts]
-            return function(ctx.obj, **given)
-
-        # the options are those that decorators have put on the function
-        made = click.command(name, help=text, epilog=epilog)(functools.update_wrapper(call, function))
-        made.params.append(JSON)
-        if group is not None:
-            group.add_command(made)
-        return made
-
-    return decorate

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import click
 
 import spalier
-from spalier.cli.main import FILE
-from spalier.errors import ConfigError, RunError, TaskFileError, WeightsError
+from spalier.cli.console import FILE
+from spalier.errors import ConfigError, ExampleError, RunError, TaskFileError, WeightsError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -204,31 +204,22 @@ def load_tasks(files: Sequence[Path]) -> dict[str, Task]:
     return found
 
 
-def example_of(net: nn.Module, batch: int, text: str | None, tasks: Sequence[Task] = ()) -> Inputs:
+def one_file(task: str) -> Path:
+    """The file of a task argument that names one task."""
+    files = task_files([task])
+    if len(files) != 1:
+        raise click.UsageError(f"{task} holds {len(files)} tasks; name one of them, such as {files[0]}.")
+    return files[0]
+
+
+def example_of(net: nn.Module, batch: int, shape: str | None, tasks: Sequence[Task] = ()) -> Inputs:
     """A batch for a network: images of a shape, or texts of so many tokens, as typed or as tasks were learned with."""
-    import torch
+    from spalier.benching import noise
 
-    from spalier.inputs import tokens
-    from spalier.networks import reads_texts
-
-    torch.manual_seed(0)
-    if not reads_texts(net):
-        return torch.randn(batch, *shape_of(text, tasks))
-    lengths = {task.info.preprocessing.get("tokens") for task in tasks}
-    length = numbers(text, "--shape", "32") if text is not None else tuple(lengths)
-    if len(length) != 1 or type(length[0]) is not int:
-        raise click.UsageError("--shape is one number for a language model: how many tokens, such as 32.")
-    return tokens(batch, length[0])
-
-
-def shape_of(text: str | None, tasks: Sequence[Task] = ()) -> tuple[int, ...]:
-    """The shape of one input: as typed, or the size of the images that tasks were learned with."""
-    if text is not None:
-        return numbers(text, "--shape", "3,224,224")
-    sizes = {task.info.preprocessing.get("size") for task in tasks}
-    if len(sizes) == 1 and type(size := sizes.pop()) is int:
-        return (3, size, size)
-    raise click.UsageError("--shape is missing: the shape of one input, such as 3,224,224.")
+    try:
+        return noise(net, tasks, batch, None if shape is None else numbers(shape, "--shape", "3,224,224"))
+    except ExampleError as error:
+        raise click.UsageError(f"{error}.") from error
 
 
 def numbers(text: str, option: str, example: str) -> tuple[int, ...]:
@@ -273,17 +264,13 @@ def values_of(text: str) -> tuple[str, list[Any]]:
 
 def _setting(name: str, raw: str) -> Any:
     """A value as its setting means it: text is text, 4,5,6 a list where a list is expected."""
-    from spalier.runs import Settings
+    from spalier.runs.settings import checked
 
-    hint = get_type_hints(Settings).get(name)
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if raw == "null" or raw.startswith("["):
-        return _value(raw)
-    for kind in kinds:
-        if get_origin(kind) is tuple:
-            of_text = get_args(kind)[0] is str
-            return [part if of_text else _value(part) for part in raw.split(",")]
-    return raw if str in kinds else _value(raw)
+    readings = (_value, lambda text: list(map(_value, text.split(","))), lambda text: text.split(","), str)
+    for read in () if raw.startswith("[") else readings:  # the first that the setting takes
+        with contextlib.suppress(ConfigError, KeyError, click.BadParameter):
+            return checked(name, read(raw))
+    return _value(raw)  # the setting takes it, or says what it expects
 
 
 def _split(text: str, option: str) -> tuple[str, str]:

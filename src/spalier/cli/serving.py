@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spalier.cli import opening
-from spalier.cli.main import Console, command
-from spalier.cli.opening import SUFFIX, base_options, open_base, run_beside, run_in
+from spalier.cli.console import Console, command
+from spalier.cli.opening import SUFFIX, base_options, load_task, one_file, open_base, run_beside, run_in
 from spalier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,11 +44,9 @@ def predict(console: Console, task: str, inputs: tuple[str, ...], base: str | No
     from spalier import predicting
     from spalier.text import printable, table
 
-    files = opening.task_files([task])
-    if len(files) != 1:
-        raise click.UsageError(f"{task} holds {len(files)} tasks; name one of them, such as {files[0]}.")
-    found = opening.load_task(files[0])
-    where = base or run_beside(files[0])
+    file = one_file(task)
+    found = load_task(file)
+    where = base or run_beside(file)
     net = open_base(where, **network)
     reads = predicting.is_text(found.info)
     raws: list[Any] = list(inputs) if reads else [Path(name) for name in inputs]
@@ -108,7 +105,7 @@ def serve(console: Console, store: str, base: str | None, **options: Any) -> Non
         spalier serve tasks --base resnet50 --weights w.pth --host 0.0.0.0 --cache 4096
         spalier serve tasks --base my_package:make --ray --replicas 4
     """
-    network = {name: options.pop(name) for name in ("weights", "classes", "options")}
+    network = {name: options.pop(name) for name in ("weights", "pretrained", "classes", "options")}
     place = Path(store) / "tasks" if run_in(Path(store)) is not None else Path(store)
     if not store.startswith("hub:") and not place.is_dir():
         raise click.BadParameter(f"there is no folder {store}; expected a store, a run or hub:OWNER/NAME.")

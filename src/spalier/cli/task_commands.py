@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 import spalier
-from spalier.cli.main import EXISTING_FOLDER, FILE, FOLDER, Console, command
-from spalier.cli.opening import SUFFIX, base_options, example_of, load_task, open_base, run_beside, task_files
+from spalier.cli import opening
+from spalier.cli.console import EXISTING_FOLDER, FILE, FOLDER, Console, command
+from spalier.cli.opening import SUFFIX, base_options, example_of, load_task, network_options, one_file, open_base
 from spalier.errors import NetworkError, TaskFileError
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ def info(console: Console, task: str) -> None:
     Examples:
         spalier task info runs/digits/tasks/digits-50.task.safetensors
     """
-    file = _one_file(task)
+    file = one_file(task)
     found = load_task(file).info
     size = file.stat().st_size
     console.show(f"{found}\nfile  {size:,} bytes", {**found.to_dict(), "bytes": size})
@@ -86,7 +88,7 @@ def verify(console: Console, tasks: tuple[str, ...], base: str | None, **network
     """
     from spalier.text import table
 
-    files = task_files(tasks)
+    files = opening.task_files(tasks)
     net = None if base is None else open_base(base, **network)
     errors: dict[Path, TaskFileError | None] = dict.fromkeys(files)
     for file in files:
@@ -126,8 +128,10 @@ def build(console: Console, task: str, base: str | None, out: str, fold: bool, *
 
     from spalier import files
 
-    ending = _checked_ending(out, (".pt", ".safetensors"), task, network["weights"])
-    found, net, small = _build(task, base, fold, network)
+    ending = _checked_out(out, (".pt", ".safetensors"), task, network["weights"])
+    file = one_file(task)
+    found, net = load_task(file), open_base(base or opening.run_beside(file), **network)
+    small = found.build(net, fold=fold)
     if ending == ".pt":
         buffer = io.BytesIO()
         torch.save(small, buffer)
@@ -153,7 +157,7 @@ def push(console: Console, task: str, repository: str, private: bool) -> None:
     Examples:
         spalier task push tasks/flowers.task.safetensors someone/flowers-tasks
     """
-    file = _one_file(task)
+    file = one_file(task)
     address = spalier.Store(file.parent).push(file.name.removesuffix(SUFFIX), repository, private=private)
     console.show(address, {"address": address})
 
@@ -173,12 +177,16 @@ def pull(console: Console, repository: str, name: str, store: str, revision: str
     console.show(path, {"path": str(path)})
 
 
-TASK_OUT = click.option("--out", "-o", required=True, type=FILE, help="The file to write: NAME.task.safetensors.")
+TASK_OUT = click.option("--out", "-o", required=True, type=FILE, help=f"The file to write: NAME{SUFFIX}.")
+TRAINED_ON = click.option(
+    "--base", required=True, help="The network that was trained on, with its --weights, or a run."
+)
 
 
 @command("from-checkpoint", group=task)
 @click.argument("checkpoint", type=FILE)
-@base_options
+@TRAINED_ON
+@network_options
 @TASK_OUT
 @click.option(
     "--code", help="As in runs: bytes-1/20, bytes-200000, spdelta-1bit, splora-r8; by default a bit a weight."
@@ -187,7 +195,7 @@ TASK_OUT = click.option("--out", "-o", required=True, type=FILE, help="The file 
 @click.option("--data-folder", type=FOLDER, help="Where data sets lie.")
 @click.option("--samples", type=click.IntRange(1), default=512, help="How many of its training samples.")
 def from_checkpoint(
-    console: Console, checkpoint: str, base: str | None, out: str, code: str | None, data: str | None, **options: Any
+    console: Console, checkpoint: str, base: str, out: str, code: str | None, data: str | None, **options: Any
 ) -> None:
     """Make a task of a network that was fine-tuned in full: its file of weights against those of its base.
 
@@ -201,8 +209,8 @@ def from_checkpoint(
 
     folder, samples = options.pop("data_folder"), options.pop("samples")
     form = None if code is None else form_of(code)
-    name = _name_of(out)
-    net = _base_of(base, options)
+    _checked_out(out, [SUFFIX], checkpoint)
+    net = open_base(base, **options)
     said: dict[str, Any] = {}
     if data is not None:
         from spalier.data import Loader, open_data
@@ -214,7 +222,7 @@ def from_checkpoint(
         said |= {"classes": opened.classes, "preprocessing": opened.preprocessing}
     if form is not None:
         said |= {"adapter": form.adapter, "bytes": form.budget(spalier.count(net).parameters * 4)}
-    made = spalier.Task.from_checkpoint(net, checkpoint, name=name, **said)
+    made = spalier.Task.from_checkpoint(net, checkpoint, name=Path(out).name.removesuffix(SUFFIX), **said)
     size = made.save(out)
     measured = "".join(f"\n{key}: {value:.4g}" for key, value in made.info.metrics.items())
     rows = [] if made.refitted is None else [vars(row) for row in made.refitted.rows]
@@ -225,16 +233,18 @@ def from_checkpoint(
 
 @command("from-peft", group=task)
 @click.argument("folder", type=EXISTING_FOLDER)
-@base_options
+@TRAINED_ON
+@network_options
 @TASK_OUT
-def from_peft(console: Console, folder: str, base: str | None, out: str, **network: Any) -> None:
+def from_peft(console: Console, folder: str, base: str, out: str, **network: Any) -> None:
     """Make a task of a LoRA that PEFT has saved: adapter_config.json and adapter_model.safetensors.
 
     Examples:
         spalier task from-peft lora --base hf:bert-folder -o tasks/a.task.safetensors
     """
-    name = _name_of(out)
-    size = spalier.Task.from_peft(folder, _base_of(base, network), name=name).save(out)
+    _checked_out(out, [SUFFIX])
+    name = Path(out).name.removesuffix(SUFFIX)
+    size = spalier.Task.from_peft(folder, open_base(base, **network), name=name).save(out)
     console.show(f"{out}: {size:,} bytes", {"out": out, "bytes": size})
 
 
@@ -248,50 +258,22 @@ def to_peft(console: Console, task: str, folder: str, base: str | None, **networ
     Examples:
         spalier task to-peft tasks/a.task.safetensors lora
     """
-    load_task(_one_file(task)).to_peft(folder, None if base is None else open_base(base, **network))
+    load_task(one_file(task)).to_peft(folder, None if base is None else open_base(base, **network))
     console.show(f"{folder}: PeftModel.from_pretrained(base, {folder!r})", {"folder": folder})
 
 
-def _name_of(out: str) -> str:
-    """What a task is called whose file is to be written."""
-    if not out.endswith(SUFFIX) or not Path(out).absolute().parent.is_dir():
-        raise click.BadParameter(f"{out!r}, expected NAME{SUFFIX} in a folder that is there.", param_hint="-o")
-    return Path(out).name.removesuffix(SUFFIX)
-
-
-def _base_of(base: str | None, network: dict[str, Any]) -> nn.Module:
-    if base is None:
-        raise click.UsageError("--base is missing: the network that was trained on, with its --weights.")
-    return open_base(base, **network)
-
-
-def _one_file(task: str) -> Path:
-    files = task_files([task])
-    if len(files) != 1:
-        raise click.UsageError(f"{task} holds {len(files)} tasks; name one of them, such as {files[0]}.")
-    return files[0]
-
-
-def _build(task: str, base: str | None, fold: bool, network: dict[str, Any]) -> tuple[Task, nn.Module, nn.Module]:
-    """A task, its base, and the network that they make together."""
-    file = _one_file(task)
-    found = load_task(file)
-    net = open_base(base or run_beside(file), **network)
-    return found, net, found.build(net, fold=fold)
-
-
-def _checked_ending(out: str, known: tuple[str, ...], *read: str | None) -> str:
+def _checked_out(out: str, known: Sequence[str], *read: str | None) -> str:
     """How a file to write ends; what cannot be written, or would replace what is read, is refused before any work."""
     path = Path(out)
-    if path.suffix not in known or out.endswith(SUFFIX):
-        raise click.BadParameter(
-            f"{out!r} is no name for it, expected one that ends in {', '.join(known)}.", param_hint="-o"
-        )
+    ending = SUFFIX if out.endswith(SUFFIX) else path.suffix
+    if ending not in known:
+        found = f"{out!r} is no name for it, expected one that ends in {', '.join(known)}."
+        raise click.BadParameter(found, param_hint="-o")
     if not path.absolute().parent.is_dir():
         raise click.BadParameter(f"there is no folder {path.absolute().parent}; make it first.", param_hint="-o")
     if any(other is not None and path.resolve() == Path(other).resolve() for other in read):
         raise click.BadParameter(f"{out!r} is what is read; give another name.", param_hint="-o")
-    return path.suffix
+    return ending
 
 
 # export: a file is written, run by its runtime, and compared with PyTorch
@@ -313,9 +295,7 @@ TOLERANCE = 1e-3
 @click.option("--to", type=click.Choice(["onnx", "torch.export", "executorch"]), help="Write all tasks into a folder.")
 @click.option("--shape", help="The shape of one input, or how many tokens; by default the task's.")
 @click.option("--fold/--no-fold", default=True, help="Fold batch norms into the layers before them.")
-def export(
-    console: Console, tasks: tuple[str, ...], base: str | None, out: str, to: str | None, **options: Any
-) -> int | None:
+def export(console: Console, tasks: tuple[str, ...], base: str | None, out: str, to: str | None, **options: Any) -> int:
     """Write tasks' networks in a form for other runtimes, run them there, and compare.
 
     The batch is free in .onnx and .pt2, and the number of tokens too; in .pte both are fixed, the batch to 1. An .onnx
@@ -329,84 +309,69 @@ def export(
         spalier task export runs/digits/tasks/digits-50.task.safetensors -o small.pt2
         spalier task export runs/digits --to onnx -o edge
     """
-    shape, fold = options.pop("shape"), options.pop("fold")
-    if to is not None:
-        return _export_all(console, task_files(tasks), base, Path(out), to, shape, fold, options)
-    if len(tasks) > 1:
-        raise click.UsageError("there are several tasks: pass --to, such as --to onnx, and a folder.")
-    ending = _checked_ending(out, tuple(EXPORTERS), tasks[0], options["weights"])
-    found, _, small = _build(tasks[0], base, fold, options)
-    example = _example(small, ending, shape, found)
-    difference, size = _export(small, example, Path(out), _said(found, _one_file(tasks[0])))
-    runtime = EXPORTERS[ending][0]
-    console.show(
-        f"{out}: {size:,} bytes; {runtime}'s outputs differ from PyTorch's by {difference:.1g} at most",
-        {"out": out, "bytes": size, "runtime": runtime, "difference": difference, "task": found.name},
-    )
-    return None
-
-
-def _example(net: nn.Module, ending: str, shape: str | None, task: Task) -> Inputs:
-    # torch.export takes an axis of size 1 for a constant, so a free batch is exported with 2 samples.
-    return example_of(net, 1 if ending == ".pte" else 2, shape, [task])
-
-
-def _export_all(
-    console: Console,
-    paths: list[Path],
-    base: str | None,
-    folder: Path,
-    to: str,
-    shape: str | None,
-    fold: bool,
-    network: dict[str, Any],
-) -> int:
-    """Every task as a file of a folder, and what programs need to know of them in its manifest."""
     from spalier import files
     from spalier.errors import SpalierError
-    from spalier.inputs import tensors_of
     from spalier.text import table
 
-    ending = {"onnx": ".onnx", "torch.export": ".pt2", "executorch": ".pte"}[to]
-    folder.mkdir(parents=True, exist_ok=True)
-    bases: dict[str, nn.Module] = {}
+    shape, fold = options.pop("shape"), options.pop("fold")
+    paths, endings = opening.task_files(tasks), {"onnx": ".onnx", "torch.export": ".pt2", "executorch": ".pte"}
+    if to is None:
+        if len(paths) > 1:
+            raise click.UsageError("there are several tasks: pass --to, such as --to onnx, and a folder.")
+        ending, outs = _checked_out(out, tuple(EXPORTERS), tasks[0], options["weights"]), [Path(out)]
+    else:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        ending = endings[to]
+        outs = [Path(out) / f"{path.name.removesuffix(SUFFIX)}{ending}" for path in paths]
+    opened, runtime = functools.cache(functools.partial(open_base, **options)), EXPORTERS[ending][0]
     entries: list[dict[str, Any]] = []
-    cells: list[list[str]] = []
-    for path in paths:
-        name = path.name.removesuffix(SUFFIX)
+    for path, made in zip(paths, outs, strict=True):
         try:
-            where = base or run_beside(path)
-            net = bases.get(where) or bases.setdefault(where, open_base(where, **network))
-            found, digest = spalier.Store(path.parent).read(name)
-            small, out = found.build(net, fold=fold), folder / f"{name}{ending}"
-            example = _example(small, ending, shape, found)
-            difference, size = _export(small, example, out, _said(found, path))
+            found = load_task(path)
+            small = found.build(opened(base or opening.run_beside(path)), fold=fold)
+            entries.append(_export_task(found, small, path, made, shape))
+            console.note(f"{found.name}: {entries[-1]['bytes']:,} bytes")
         except SpalierError as error:
-            entries.append({"task": name, "error": f"{error.code}: {error}"})
-            cells.append([name, "-", "-", f"{error.code}: {error}"])
-            continue
-        said = {"classes": list(found.info.classes), "preprocessing": found.info.preprocessing}
-        made = {"sha256": hashlib.sha256(out.read_bytes()).hexdigest(), "bytes": size, "task_sha256": digest}
-        inputs = [1 if ending == ".pte" else None, *tensors_of(example)[0].shape[1:]]  # None is a batch of any size
-        entries.append({"task": name, "file": out.name, **made, "input": inputs, **said, "metrics": found.info.metrics})
-        cells.append([name, out.name, f"{size:,}", f"{difference:.1g}"])
-        console.note(f"{name}: {size:,} bytes")
-    manifest = {"runtime": EXPORTERS[ending][0], "spalier": spalier.__version__, "tasks": entries}
-    files.write(folder / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
-    console.show(table(["task", "file", "bytes", "differs by"], cells), {"folder": str(folder), **manifest})
+            if to is None:
+                raise
+            entries.append({"task": path.name.removesuffix(SUFFIX), "error": f"{error.code}: {error}"})
+    if to is None:
+        entry = entries[0]
+        words = f"{runtime}'s outputs differ from PyTorch's by {entry['difference']:.1g} at most"
+        console.show(f"{out}: {entry['bytes']:,} bytes; {words}", {"out": out, "runtime": runtime, **entry})
+        return 0
+    manifest = {"runtime": runtime, "spalier": spalier.__version__, "tasks": entries}
+    files.write(Path(out) / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+    cells = [
+        [entry["task"], "-", "-", entry["error"]]
+        if "error" in entry
+        else [entry["task"], entry["file"], f"{entry['bytes']:,}", f"{entry['difference']:.1g}"]
+        for entry in entries
+    ]
+    console.show(table(["task", "file", "bytes", "differs by"], cells), {"folder": out, **manifest})
     return 3 if any("error" in entry for entry in entries) else 0
 
 
-def _said(task: Task, file: Path) -> dict[str, str]:
-    """What whoever runs the network has to know; as text, since ONNX knows nothing else."""
-    info = task.info
-    plain = {"classes": list(info.classes), "preprocessing": info.preprocessing}
-    words = {"task": task.name, "licence": info.licence, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    return {**words, **{name: json.dumps(value) for name, value in plain.items()}, "version": spalier.__version__}
+def _export_task(task: Task, net: nn.Module, path: Path, out: Path, shape: str | None) -> dict[str, Any]:
+    """Write a task's network; what programs need to know of it."""
+    from spalier.inputs import tensors_of
+
+    info, is_fixed = task.info, out.suffix == ".pte"
+    # torch.export takes an axis of size 1 for a constant, so a free batch is exported with 2 samples.
+    example = example_of(net, 1 if is_fixed else 2, shape, [task])
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    said = {"classes": list(info.classes), "preprocessing": info.preprocessing}
+    words = {"task": task.name, "licence": info.licence, "sha256": digest, "version": spalier.__version__}
+    words |= {name: json.dumps(value) for name, value in said.items()}  # ONNX knows nothing but text
+    difference = _export(net, example, out, words)
+    made = {"sha256": hashlib.sha256(out.read_bytes()).hexdigest(), "bytes": out.stat().st_size, "task_sha256": digest}
+    inputs = [1 if is_fixed else None, *tensors_of(example)[0].shape[1:]]  # None is a batch of any size
+    shown = {"input": inputs, **said, "metrics": info.metrics, "difference": difference}
+    return {"task": task.name, "file": out.name, **made, **shown}
 
 
-def _export(net: nn.Module, example: Inputs, out: Path, said: Mapping[str, str]) -> tuple[float, int]:
-    """How far the runtime's outputs are from PyTorch's, and the bytes of the file. A wrong file is not kept."""
+def _export(net: nn.Module, example: Inputs, out: Path, said: Mapping[str, str]) -> float:
+    """Write a network; how far the runtime's outputs are from PyTorch's. A wrong file is not kept."""
     import torch
 
     from spalier import files
@@ -436,7 +401,7 @@ def _export(net: nn.Module, example: Inputs, out: Path, said: Mapping[str, str])
             )
         data = draft.read_bytes()
     files.write(out, data)
-    return difference, len(data)
+    return difference
 
 
 @contextlib.contextmanager
@@ -463,20 +428,14 @@ def _arguments(example: Inputs) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
 
 
 def _write_onnx(net: nn.Module, example: Inputs, path: Path, said: Mapping[str, str]) -> Callable[[Inputs], Any]:
-    # PyTorch's exporter needs the first and the last, and may say so in words of its own, deep inside
-    import onnx  # noqa: F401
-    import onnxruntime
-    import onnxscript  # noqa: F401
     import torch
 
+    from spalier.benching import onnx_session
     from spalier.inputs import tensors_of
 
-    args, kwargs, free = _arguments(example)
-    program = torch.onnx.export(net, args, kwargs=kwargs, dynamic_shapes=free, dynamo=True, verbose=False)
-    assert program is not None
-    program.model.metadata_props.update({f"spalier.{name}": value for name, value in said.items()})
-    program.save(str(path), external_data=False)
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    _, _, free = _arguments(example)
+    told = {f"spalier.{name}": value for name, value in said.items()}
+    session = onnx_session(net, example, path, said=told, free=free)
     names = [given.name for given in session.get_inputs()]
     return lambda x: torch.from_numpy(
         session.run(None, {n: t.numpy() for n, t in zip(names, tensors_of(x), strict=True)})[0]

@@ -276,8 +276,6 @@ class Panel:
     """Of what lies between the axes, in pixels; 0 for a square."""
     upright: bool = False
     """Whether the ticks of the x axis are turned."""
-    span: bool = False
-    """Whether it takes the whole width."""
     font_size: float = 11
     """Of the ticks."""
     layers: bool = False
@@ -295,7 +293,7 @@ class Figure:
     panels: Sequence[Panel]
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
-    place: Literal["overview", "run", "task", "files"] = "overview"
+    place: Literal["overview", "run", "task"] = "overview"
     of: str = ""
     """The name of its run, or the key of its task."""
     panel_width: float = 300
@@ -319,22 +317,12 @@ def to_svg(figure: Figure, width: float, *, style: str = "", suffix: str = "") -
     columns = max(1, min(len(figure.panels), int((width + _GAP) // (figure.panel_width + _GAP))))
     each = (width - _GAP * (columns - 1)) / columns
     pieces, top = [_key(figure)], 22.0 if figure.key else 0.0
-    for row in _rows(figure.panels, columns):
-        wide = width if row[0].span else each
-        frames = [Frame(panel, i * (each + _GAP), top, wide) for i, panel in enumerate(row)]
+    for first in range(0, len(figure.panels), columns):
+        row = figure.panels[first : first + columns]
+        frames = [Frame(panel, i * (each + _GAP), top, each) for i, panel in enumerate(row)]
         pieces += [frame.draw() for frame in frames]
         top = max(frame.bottom + frame.below for frame in frames) + 10
     return _document(figure, width, top, "".join(pieces), style, suffix)
-
-
-def _rows(panels: Sequence[Panel], columns: int) -> list[list[Panel]]:
-    """Panels side by side; one that spans the width has a row of its own."""
-    rows: list[list[Panel]] = []
-    for panel in panels:
-        if not rows or len(rows[-1]) == columns or panel.span or rows[-1][0].span:
-            rows.append([])
-        rows[-1].append(panel)
-    return rows
 
 
 def _document(figure: Figure, width: float, height: float, body: str, style: str, suffix: str) -> str:

@@ -7,37 +7,22 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from spalier.reporting import draw
 from spalier.reporting.load import Example, Run, ScoreCounts, TaskResult
-from spalier.text import clean, percent, short_number
+from spalier.text import percent
 
 MOST_CLASSES = 40
 """How many classes are shown one by one."""
 MOST_CELLS = 60
-"""Up to how many classes there is a matrix; beyond that, the pairs that are confused most."""
+"""Up to how many classes the matrix has all of them; beyond that, those that are confused most."""
 MOST_COUNTS = 20
 """Up to how many classes the cells of the matrix hold numbers."""
-MOST_PAIRS = 25
 MOST_STREAMS = 11
 _ACROSS = 4  # images in a row
 _TEXT_ROW = 0.6
 _HEAD, _ROW = 0.3, 1.42  # what a heading and a row of images take, in widths of an image
-
-
-def rows_axis(names: Sequence[str]) -> draw.Axis:
-    """A y axis with a row for each name, the first one at the foot."""
-    ticks = tuple((float(i), name) for i, name in enumerate(names))
-    return draw.Axis("", -0.7, max(len(names), 1) - 0.3, ticks)
-
-
-def bars(label: str, rows: Sequence[tuple[str, float, str, str]], css: str, text: draw.Format) -> draw.Panel:
-    """Horizontal bars from the top down: name, length, tooltip and task of each."""
-    top = len(rows) - 1
-    marks = [draw.Box(0, top - i - 0.35, r[1], top - i + 0.35, css, r[2], r[3]) for i, r in enumerate(rows)]
-    x = draw.linear(label, [0, *(row[1] for row in rows)], text=text)
-    y = rows_axis([clean(row[0]) for row in reversed(rows)])
-    return draw.Panel(x, y, marks, height=max(16 * len(rows), min(30 * len(rows), 160)))
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------
@@ -45,7 +30,7 @@ def bars(label: str, rows: Sequence[tuple[str, float, str, str]], css: str, text
 
 def steps(run: Run) -> list[TaskResult]:
     """The tasks of a run whose layers are those of the first one."""
-    shapes = [[(layer.name, layer.channels) for layer in task.layers] for task in run.tasks]
+    shapes = [[(name, len(kept)) for name, kept in task.layers.items()] for task in run.tasks]
     return [task for task, shape in zip(run.tasks, shapes, strict=True) if shape and shape == shapes[0]]
 
 
@@ -55,14 +40,13 @@ def network_figure(run: Run, name: str) -> draw.Figure | None:
     if not found:
         return None
     layers = found[-1].layers
-    widest, count = max(layer.channels for layer in layers), len(layers)
+    widest, count = max(map(len, layers.values())), len(layers)
     marks: list[draw.Mark] = [draw.Line([(0, -0.7), (0, count - 0.5)], "trunk")]
-    for i, layer in enumerate(layers):
-        reach = math.sqrt(layer.channels / widest)
-        marks.append(draw.Branch(i, layer.name, removed_at(found, i), len(found), reach))
+    for i, (layer, kept) in enumerate(layers.items()):
+        marks.append(draw.Branch(i, layer, removed_at(found, layer), len(found), math.sqrt(len(kept) / widest)))
     panel = draw.Panel(
         draw.Axis("input at the foot, head at the top", -1, 1),
-        draw.Axis("", -0.7, count - 0.4, tuple((float(i), x.name) for i, x in enumerate(layers)), grid=True),
+        draw.Axis("", -0.7, count - 0.4, tuple((float(i), layer) for i, layer in enumerate(layers)), grid=True),
         marks,
         f"density {draw.density(found[-1].target)}",
         height=min(max(440 / count, 13.0), 34.0) * (count + 0.3),
@@ -75,13 +59,13 @@ def network_figure(run: Run, name: str) -> draw.Figure | None:
         "Numbers are channels that are left."
     )
     columns = ["layer", "channels", *(f"left at {draw.density(task.target)}" for task in found)]
-    rows: draw.Rows = [[x.name, x.channels, *(t.layers[i].left for t in found)] for i, x in enumerate(layers)]
+    rows: draw.Rows = [[x, len(layers[x]), *(int(task.layers[x].sum()) for task in found)] for x in layers]
     return draw.Figure(name, "The network", caption, [panel], columns, rows, "run", run.name)
 
 
-def removed_at(found: Sequence[TaskResult], layer: int) -> list[int]:
+def removed_at(found: Sequence[TaskResult], layer: str) -> list[int]:
     """For each channel of a layer, the step from which on it is gone; the number of steps where it stays."""
-    kept = np.stack([task.layers[layer].kept for task in found])  # (steps, channels)
+    kept = np.stack([task.layers[layer] for task in found])  # (steps, channels)
     last = len(found) - np.argmax(kept[::-1], axis=0)
     removed: list[int] = np.where(kept.any(axis=0), last, 0).tolist()
     return removed
@@ -149,7 +133,8 @@ def _classes_figure(task: TaskResult, counts: Sequence[Sequence[int]], part: str
         tip = f"{task.classes[i]}\n{percent(share)} of {total} classified correctly"
         marks += [draw.Line([(0, place), (share, place)], "stem"), draw.Dot(share, place, "s0", tip)]
     x = draw.linear("classified correctly", [0, 1], most=1, text=lambda v: f"{100 * v:.0f}%")
-    y = rows_axis([draw.fitted(task.classes[i], 110) for i, _, _ in shown])
+    names = tuple((float(place), draw.fitted(task.classes[i], 110)) for place, (i, _, _) in enumerate(shown))
+    y = draw.Axis("", -0.7, max(len(shown), 1) - 0.3, names)
     caption = f"Shares of the {part} samples of each class."
     if len(rows) > len(shown):
         caption += f" The {len(shown)} worst of {len(rows)} classes; the table has more."
@@ -160,44 +145,40 @@ def _classes_figure(task: TaskResult, counts: Sequence[Sequence[int]], part: str
 
 
 def _confusion_figure(task: TaskResult, counts: Sequence[Sequence[int]], part: str, name: str) -> draw.Figure:
-    """Which classes are predicted as which: a matrix, or the worst pairs where classes are many."""
-    classes = task.classes
-    wrong = [(row[j], i, j) for i, row in enumerate(counts) for j in range(len(row)) if i != j and row[j]]
-    wrong.sort(key=lambda w: (-w[0], w[1], w[2]))
+    """Which classes are predicted as which: a matrix of all, or of those that are confused most where they are many."""
+    classes, table = task.classes, np.array(counts)
+    errors = table.copy()
+    np.fill_diagonal(errors, 0)
+    wrong = sorted((-int(errors[i, j]), i, j) for i, j in np.argwhere(errors).tolist())
     columns = ["class", "predicted as", "samples", "share of the class"]
-    rows: draw.Rows = [[classes[i], classes[j], count, count / sum(counts[i])] for count, i, j in wrong]
-    if len(counts) <= MOST_CELLS:
-        panel = _matrix(task, counts)
-        caption = (
-            f"{part.capitalize()} samples by what they are (rows) and what they are predicted as (columns); darker is "
-            "a larger share of the row."
-        )
-    else:
-        pairs = []
-        for count, i, j in wrong[:MOST_PAIRS]:
-            tip = f"{classes[i]} predicted as {classes[j]}\n{count} of {sum(counts[i])}"
-            name_of_pair = f"{draw.fitted(classes[i], 52)} → {draw.fitted(classes[j], 52)}"
-            pairs.append((name_of_pair, float(count), tip, ""))
-        panel = bars("samples", pairs, "wrong", short_number)
-        caption = f"The pairs of {len(counts)} classes that are confused most, of {part} samples; the table has more."
-    key = ("right", "wrong") if len(counts) <= MOST_CELLS else ()
+    rows: draw.Rows = [[classes[i], classes[j], -less, -less / sum(counts[i])] for less, i, j in wrong]
+    caption = (
+        f"{part.capitalize()} samples by what they are (rows) and what they are predicted as (columns); darker is "
+        "a larger share of the row."
+    )
+    shown = list(range(len(counts)))
+    if len(counts) > MOST_CELLS:
+        shown = sorted(np.argsort(-errors.sum(0) - errors.sum(1), kind="stable")[:MOST_COUNTS].tolist())
+        caption += f" The {len(shown)} of {len(counts)} classes that are confused most; the table has more."
     names = (f"confusion-{name}", "Confusion", caption)
+    panel, key = _matrix(task, table, shown), ("right", "wrong")
     return draw.Figure(*names, [panel], columns, rows, "task", task.key, key=key)
 
 
-def _matrix(task: TaskResult, counts: Sequence[Sequence[int]]) -> draw.Panel:
-    size = len(counts)
+def _matrix(task: TaskResult, counts: npt.NDArray[np.int64], shown: Sequence[int]) -> draw.Panel:
+    size = len(shown)
     marks = [draw.Box(0, 0, size, size, "frame")]
-    for i, row in enumerate(counts):
-        for j, count in enumerate(row):
-            if count:
-                share, y = count / sum(row), size - 1 - i
-                tip = f"{task.classes[i]} predicted as {task.classes[j]}\n{count} of {sum(row)} ({percent(share)})"
+    for y, i in zip(range(size - 1, -1, -1), shown, strict=True):
+        total = int(counts[i].sum())
+        for x, j in enumerate(shown):
+            if count := int(counts[i, j]):
+                share = count / total
+                tip = f"{task.classes[i]} predicted as {task.classes[j]}\n{count} of {total} ({percent(share)})"
                 css, text = "right" if i == j else "wrong", str(count) if size <= MOST_COUNTS else ""
                 opacity = 0.12 + 0.8 * math.sqrt(share)
-                marks.append(draw.Box(j, y, j + 1, y + 1, css, tip, opacity=opacity, text=text))
+                marks.append(draw.Box(x, y, x + 1, y + 1, css, tip, opacity=opacity, text=text))
     every = math.ceil(size / 20)  # so many names at most
-    names = [(i, draw.fitted(name, 90)) for i, name in enumerate(task.classes) if i % every == 0]
+    names = [(i, draw.fitted(task.classes[shown[i]], 90)) for i in range(0, size, every)]
     return draw.Panel(
         draw.Axis("predicted as", 0, size, tuple((i + 0.5, name) for i, name in names)),
         draw.Axis("", 0, size, tuple((size - i - 0.5, name) for i, name in names)),
@@ -214,7 +195,7 @@ def _scores_figure(task: TaskResult, scores: ScoreCounts, name: str) -> draw.Fig
     panels = [_histogram(stream, scores.edges, *counts) for stream, counts in streams[:MOST_STREAMS]]
     if len(streams) != 1:
         kept, removed = (np.sum([counts[i] for _, counts in streams], axis=0).tolist() for i in (0, 1))
-        panels.insert(0, _histogram("all streams", scores.edges, kept, removed, large=True))
+        panels.insert(0, _histogram("all streams", scores.edges, kept, removed))
     measured = f"{scores.criterion}, {scores.samples} samples"
     caption = f"Units by normalised score ({measured}), before the prune to this task."
     if len(streams) > MOST_STREAMS:
@@ -231,9 +212,7 @@ def _scores_figure(task: TaskResult, scores: ScoreCounts, name: str) -> draw.Fig
     return draw.Figure(*names, panels, columns, rows, "task", task.key, panel_width=150, key=key)
 
 
-def _histogram(
-    title: str, edges: Sequence[float], kept: Sequence[int], removed: Sequence[int], large: bool = False
-) -> draw.Panel:
+def _histogram(title: str, edges: Sequence[float], kept: Sequence[int], removed: Sequence[int]) -> draw.Panel:
     factor = edges[-1] / edges[-2]
     bounds = [edges[0] / factor, *edges, edges[-1] * factor]
     marks: list[draw.Mark] = []
@@ -246,9 +225,9 @@ def _histogram(
     most = max(1, *(stay + go for stay, go in zip(kept, removed, strict=True)))
     across = tuple((t, f"{t:.3g}") for t in draw.log_ticks(bounds[0], bounds[-1], 4))
     up = tuple((t, f"{t:.0f}") for t in draw.linear_ticks(0, most, 3) if t == int(t))
-    x = draw.Axis("normalised score" if large else "", bounds[0], bounds[-1], across, log=True)
+    x = draw.Axis("", bounds[0], bounds[-1], across, log=True)
     y = draw.Axis("", 0, most * 1.05, up, grid=True)
-    return draw.Panel(x, y, marks, title, height=140 if large else 64, span=large)
+    return draw.Panel(x, y, marks, title, height=64)
 
 
 def _examples_figure(task: TaskResult, name: str) -> draw.Figure:
@@ -267,7 +246,7 @@ def _examples_figure(task: TaskResult, name: str) -> draw.Figure:
             y -= _HEAD
         for place, example in enumerate(group):
             down, x = divmod(place, across)
-            marks += (_text if is_text else _image)(task, example, x, y - row * (down + 1))
+            marks += _example(task, example, x, y - row * (down + 1))
         y -= row * math.ceil(len(group) / across)
     panel = draw.Panel(draw.Axis("", 0, _ACROSS), draw.Axis("", y, 0), marks, height=-y * 336 / _ACROSS)
     caption = f"Test {kind}s that the network is most confident of, with its confidence" + (
@@ -280,24 +259,21 @@ def _examples_figure(task: TaskResult, name: str) -> draw.Figure:
     return draw.Figure(*names, [panel], columns, rows, "task", task.key)
 
 
-def _text(task: TaskResult, example: Example, x: float, y: float) -> list[draw.Mark]:
-    """A sentence in at most two lines, below what it is."""
+def _example(task: TaskResult, example: Example, x: float, y: float) -> list[draw.Mark]:
+    """An image above what it is, or a sentence in at most two lines below that."""
     label, guess = task.classes[example.label], task.classes[example.guess]
-    words = draw.fitted(label if label == guess else f"{label} → {guess}", 280, 10)
-    lines = textwrap.wrap(example.text, 62, max_lines=2, placeholder=" …")
-    head = draw.Text(x, y + 0.44, f"{words}, {percent(example.confidence, 0)}", "small quiet")
-    shown = [draw.Text(x, y + 0.28 - 0.15 * i, draw.fitted(each, 336, 10), "small") for i, each in enumerate(lines)]
-    return [head, *shown]
-
-
-def _image(task: TaskResult, example: Example, x: float, y: float) -> list[draw.Mark]:
-    label, guess = task.classes[example.label], task.classes[example.guess]
-    css, words = "right", draw.fitted(label, 76, 10)
-    if example.label != example.guess:
-        css, words = "wrong", f"{draw.fitted(label, 31, 10)} → {draw.fitted(guess, 31, 10)}"
+    is_right, sure = example.label == example.guess, percent(example.confidence, 0)
+    if not example.png:
+        words = draw.fitted(label if is_right else f"{label} → {guess}", 280, 10)
+        lines = textwrap.wrap(example.text, 62, max_lines=2, placeholder=" …")
+        shown = [draw.Text(x, y + 0.28 - 0.15 * i, draw.fitted(line, 336, 10), "small") for i, line in enumerate(lines)]
+        return [draw.Text(x, y + 0.44, f"{words}, {sure}", "small quiet"), *shown]
+    names = [label] if is_right else [label, guess]
+    words = " → ".join(draw.fitted(name, 76 if is_right else 31, 10) for name in names)
     tip = f"{label} predicted as {guess}\nconfidence {percent(example.confidence)}"
+    css = "right" if is_right else "wrong"
     return [
         draw.Box(x, y + 0.43, x + 0.92, y + 1.35, css, tip, png=example.png),
         draw.Text(x, y + 0.26, words, "small"),
-        draw.Text(x, y + 0.1, percent(example.confidence, 0), "small quiet"),
+        draw.Text(x, y + 0.1, sure, "small quiet"),
     ]

@@ -26,7 +26,7 @@ from spalier.errors import ConfigError, RunError, SpalierError, TaskFileError
 from spalier.files import reason
 from spalier.runs import Settings
 from spalier.runs.settings import RESUMABLE
-from spalier.tasks import SUFFIX, Store, Task, check_name
+from spalier.tasks import SUFFIX, Store, StoreReport, Task, TaskCost, check_name
 from spalier.text import clean, import_optional
 
 MEASURES = {"test": "test accuracy", "validation": "validation accuracy"}
@@ -57,24 +57,6 @@ _FOLLOWS = {
     "network": ("network_options", "weights", "head", "image_size"),
 }
 """Settings that may follow from another one; where they do, a label does not repeat them."""
-
-
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """A layer of the base, and which of its output channels a task keeps."""
-
-    name: str
-    kept: npt.NDArray[np.bool_]
-
-    @property
-    def channels(self) -> int:
-        """How many the base has."""
-        return len(self.kept)
-
-    @property
-    def left(self) -> int:
-        """How many the task keeps."""
-        return int(self.kept.sum())
 
 
 @dataclass(frozen=True)
@@ -115,12 +97,12 @@ class TaskResult:
     """What is known of test, validation, channels, weights, macs (shares), macs_left, learned, latency_ms, bytes..."""
     classes: Sequence[str] = ()
     confusion: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
-    layers: Sequence[Layer] = ()
+    layers: Mapping[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
+    """The layers of the base, and which output channels the task keeps of each."""
     scores: ScoreCounts | None = None
     examples: Sequence[Example] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
     """What else the task's file says."""
-    architecture: str = ""
 
 
 @dataclass(frozen=True)
@@ -160,8 +142,6 @@ class ReportData:
     failed: Mapping[str, str] = field(default_factory=dict)
     """Runs that failed and files that cannot be read, with what is wrong."""
     date: str = ""
-    repeats: Mapping[str, str] = field(default_factory=dict)
-    """Runs that are not shown, and the run with the same settings and seed that is shown instead."""
 
     @property
     def tasks(self) -> list[TaskResult]:
@@ -183,11 +163,11 @@ def load(source: str | os.PathLike[str]) -> ReportData:
     with _readable(folder, "a run, a sweep, a store, or a folder of runs", OSError):
         if (folder / "run.yaml").exists():
             return _load_runs("run", folder, [folder], {})
-        if (folder / "sweep.yaml").exists():
-            return _load_sweep(folder)
-        runs = {path.parent for pattern in ("*/run.yaml", "*/*/run.yaml") for path in folder.glob(pattern)}
-        if runs:
-            return _load_runs("folder of runs", folder, sorted(runs), {})
+        is_sweep = (folder / "sweep.yaml").exists()
+        paths = {path.parent for pattern in ("*/run.yaml", "*/*/run.yaml") for path in folder.glob(pattern)}
+        if paths or is_sweep:
+            kind = "sweep" if is_sweep else "folder of runs"
+            return _load_runs(kind, folder, sorted(paths), _failed(folder / "sweep.json"))
         if any(folder.glob(f"*{SUFFIX}")):
             return _load_store(folder)
         what = "holds no run.yaml, sweep.yaml or task files, and no run within two levels"
@@ -212,14 +192,13 @@ def _readable(path: Path, expected: str, errors: type[Exception] = Exception) ->
         raise _unusable(named, what, f"{expected}: restore it, or remove it and run again") from error
 
 
-def _load_sweep(folder: Path) -> ReportData:
-    failed: dict[str, str] = {}
-    path = folder / "sweep.json"
-    if path.exists():
-        with _readable(path, "the rows of a sweep"):
-            found = json.loads(path.read_text("utf-8"))["failed"]
-            failed = {clean(str(name)): clean(str(why)) for name, why in found.items()}
-    return _load_runs("sweep", folder, sorted(p.parent for p in folder.glob("*/run.yaml")), failed)
+def _failed(path: Path) -> dict[str, str]:
+    """The runs of a sweep that failed, and why."""
+    if not path.exists():
+        return {}
+    with _readable(path, "the rows of a sweep"):
+        found = json.loads(path.read_text("utf-8"))["failed"]
+        return {clean(str(name)): clean(str(why)) for name, why in found.items()}
 
 
 def _load_runs(kind: str, folder: Path, paths: Sequence[Path], failed: dict[str, str]) -> ReportData:
@@ -230,12 +209,10 @@ def _load_runs(kind: str, folder: Path, paths: Sequence[Path], failed: dict[str,
         runs.append(_load_run(path, name, settings[name], failed))
     first, *others = settings.values() or [{}]
     shared = {n: v for n, v in first.items() if n not in RESUMABLE and all(other[n] == v for other in others)}
-    repeats = repeated(settings, {run.name: len(run.tasks) for run in runs})
-    runs = [run for run in runs if run.name not in repeats]
     names = varied([first, *others])
     if len({task.settings.get("code") for run in runs for task in run.tasks}) > 1:
         names.append("code")
-    return ReportData(kind, folder.absolute().name, runs, shared, names, failed, _newest(folder), repeats)
+    return ReportData(kind, folder.absolute().name, runs, shared, names, failed, _newest(folder))
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -263,19 +240,6 @@ def varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
             known = len(pairs[leader])  # one that follows adds no pair
             names = [n for n in names if n not in followers or len(pairs[n]) > known]
     return sorted(names, key=lambda n: (_ORDER.index(n) if n in _ORDER else len(_ORDER), n))
-
-
-def repeated(settings: Mapping[str, Mapping[str, Any]], lengths: Mapping[str, int]) -> dict[str, str]:
-    """Runs that another one repeats, seed included, and that other one: the one with most tasks, or the first.
-
-    >>> repeated({"a": {"seed": 0}, "b": {"seed": 0}, "c": {"seed": 1}}, {"a": 2, "b": 3, "c": 3})
-    {'a': 'b'}
-    """
-    alike: dict[str, list[str]] = {}
-    for name, run in settings.items():
-        alike.setdefault(_as_text({n: v for n, v in run.items() if n not in RESUMABLE}), []).append(name)
-    shown = {name: max(names, key=lambda n: lengths[n]) for names in alike.values() for name in names}
-    return {name: other for name, other in shown.items() if name != other}
 
 
 def _as_text(value: Any) -> str:
@@ -328,7 +292,7 @@ def _block_result(path: Path, block: Mapping[str, Any], result: TaskResult) -> T
     words = clean(", ".join(f"{key} {value}" for key, value in machine.items()))[:300]
     return replace(
         result,
-        numbers={**result.numbers, **_known(numbers)},
+        numbers=_known({**result.numbers, **numbers}, result.target),
         facts={**result.facts, **({"machine": words} if words else {})},
         classes=classes,
         confusion=confusion,
@@ -366,8 +330,14 @@ def macro_f1(counts: Sequence[Sequence[int]]) -> float | None:
     return float((2 * of.diagonal()[both > 0] / both[both > 0]).mean()) if both.any() else None
 
 
-def _known(numbers: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: value for name, value in numbers.items() if value is not None}
+def _known(numbers: Mapping[str, float | None], target: float) -> dict[str, float]:
+    """The numbers that are known, with what follows from them."""
+    found = {name: value for name, value in numbers.items() if value is not None} | {"density": target}
+    if all(found.get(name) for name in ("bytes", "network", "base")):
+        cost = TaskCost("", int(found["bytes"]), int(found["network"]))
+        pays = StoreReport(int(found["base"]), (cost,)).break_even
+        found |= {} if pays is None else {"pays": pays}
+    return found
 
 
 def _counts(values: Any, shape: tuple[int, ...]) -> Any:
@@ -443,9 +413,9 @@ def _examples(path: Path, said: Mapping[str, Any], classes: int) -> list[Example
 # -- task files -------------------------------------------------------------------------------------------------------
 
 
-def layers(task: Task) -> list[Layer]:
+def layers(task: Task) -> dict[str, npt.NDArray[np.bool_]]:
     """The layers of the base with the channels that a task keeps of each, in the order of the network."""
-    found = []
+    found: dict[str, npt.NDArray[np.bool_]] = {}
     for row in task.table.rows:
         if len(row.shape) < 2 or row.path in task.table.heads:
             continue
@@ -454,7 +424,7 @@ def layers(task: Task) -> list[Layer]:
         for placement in row.axes[axis]:
             placement.keep_(kept, task.masks)
         keys = [key for key in row.keys if key.endswith("weight")]
-        found += [Layer(row.path if k == "weight" else f"{row.path}.{k}".strip("."), kept) for k in keys]
+        found |= {row.path if key == "weight" else f"{row.path}.{key}".strip("."): kept for key in keys}
     return found
 
 
@@ -468,16 +438,10 @@ def _task_result(task: Task, run: str, settings: Mapping[str, Any], target: floa
             numbers |= {name: pair[0] / pair[1], f"{name}_left": pair[0], f"{name}_of": pair[1]}
     if said.density.weights is not None:
         numbers["network"], numbers["base"] = (4 * count for count in said.density.weights)
-    options = ", ".join(f"{k}={v}" for k, v in said.adapter.items() if k != "kind")
-    facts = {
-        "adapter": f"{said.adapter['kind']}({options})",
-        "storage": said.storage,
-        "licence": said.licence or "not stated",
-        "base": f"{said.base.architecture[:12]} with values {said.base.values[:12]}",
-        "versions": ", ".join(f"{name} {said.provenance.get(name, 'unknown')}" for name in ("spalier", "torch")),
-    }
-    result = TaskResult(task.name, task.name, run, settings, target, _known(numbers), list(said.classes))
-    return replace(result, layers=layers(task), facts=facts, architecture=said.base.architecture)
+    facts = dict(said.lines())
+    versions = ", ".join(f"{name} {facts.pop(name, 'unknown')}" for name in ("spalier", "torch"))
+    result = TaskResult(task.name, task.name, run, settings, target, _known(numbers, target), list(said.classes))
+    return replace(result, layers=layers(task), facts={**facts, "versions": versions})
 
 
 # -- stores -----------------------------------------------------------------------------------------------------------
@@ -510,8 +474,8 @@ def _stored(task: Task, file_bytes: int) -> TaskResult:
         target = 1.0 if channels is None else round(channels[0] / channels[1], 2)
     methods = {kind.__name__: method for method, kind in ADAPTERS.items()}
     settings = {
-        "name": str(origin.get("run") or without_method(name)),
-        "data": str(origin.get("data") or without_method(name)),
+        "name": str(origin.get("run") or name),
+        "data": str(origin.get("data") or name),
         "classes": list(said.classes),
         "method": str(origin.get("method") or methods.get(said.adapter["kind"], said.adapter["kind"])),
         "rank": said.adapter.get("rank"),
@@ -522,7 +486,7 @@ def _stored(task: Task, file_bytes: int) -> TaskResult:
     }
     run = name if settings["seed"] is None else f"{name} seed {settings['seed']}"
     result = _task_result(task, run, settings, target)
-    return replace(result, numbers={**result.numbers, "bytes": file_bytes})
+    return replace(result, numbers=_known({**result.numbers, "bytes": file_bytes}, target))
 
 
 def split_name(name: str) -> tuple[str, float | None]:
@@ -537,13 +501,3 @@ def split_name(name: str) -> tuple[str, float | None]:
     if match is None or not 0 < float(match[2]) <= 100:
         return name, None
     return match[1], round(float(match[2]) / 100, 6)
-
-
-def without_method(name: str) -> str:
-    """A name without the method that was put into it.
-
-    >>> without_method("456-fine-pruning"), without_method("lora-birds"), without_method("explora")
-    ('456', 'birds', 'explora')
-    """
-    words = "|".join(map(re.escape, ADAPTERS))
-    return re.sub(rf"(^|[-_ ,])({words})(?=$|[-_ ,])", "", name).strip("-_ ,") or name

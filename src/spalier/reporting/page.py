@@ -6,7 +6,6 @@ import base64
 import csv
 import hashlib
 import io
-import json
 import os
 import re
 from collections import defaultdict
@@ -19,13 +18,12 @@ from typing import Any
 
 from spalier import files
 from spalier.errors import ConfigError
-from spalier.reporting.comparisons import Point, accuracy_figures, bytes_figures, method_name, missing, points
+from spalier.reporting.comparisons import Point, comparison_figures, method_name, missing, points
 from spalier.reporting.draw import Cell, Figure, density, to_svg
 from spalier.reporting.figures import learning_figure, network_figure, steps, task_figures
 from spalier.reporting.load import MEASURES, ReportData, Run, TaskResult, load
 from spalier.runs.checkpoint import write_errors
-from spalier.tasks import SUFFIX
-from spalier.text import byte_size, clean, first_few, import_optional, percent, short_number
+from spalier.text import byte_size, clean, first_few, import_optional, percent
 
 TASK_WIDTH, HALF_WIDTH, NETWORK_WIDTH, MIDDLE_WIDTH, FULL_WIDTH = 344, 544, 640, 700, 1120
 MOST_ROWS, MOST_TASK_ROWS = 1000, 200
@@ -33,6 +31,16 @@ MOST_ROWS, MOST_TASK_ROWS = 1000, 200
 PNG_SCALE = 3
 ORIGINS = ("machine", "versions")
 """Facts of tasks that the page's head names too."""
+FACTS = {
+    "test": ("test accuracy", "{:.2%}"),
+    "test_f1": ("F1 (macro), test", "{:.2%}"),
+    "validation": ("validation accuracy", "{:.2%}"),
+    "validation_f1": ("F1 (macro), validation", "{:.2%}"),
+    "latency_ms": ("latency", "{:.3g} ms for one sample"),
+    "bytes": ("file", "{:,.0f} bytes"),
+    "network": ("network of its own", "{:,.0f} bytes in float32"),
+}
+"""Of a task, beside what its file says."""
 _FONT = "DejaVu Sans"
 
 
@@ -66,13 +74,13 @@ def report(
 def all_figures(data: ReportData) -> list[Figure]:
     """Every figure that there are numbers for, in the order of the page."""
     runs, taken = _shown_runs(data), set[str]()
-    found: list[Figure | None] = [*accuracy_figures(data)]
+    found: list[Figure | None] = [*comparison_figures(data)]
     endings = ["" if len(runs) == 1 else f"-{_file_name(run.name, taken)}" for run in runs]
     for run, ending in zip(runs, endings, strict=True):
         found += [network_figure(run, f"network{ending}"), learning_figure(run, f"learning{ending}")]
     for task in data.tasks:
         found += task_figures(task, _file_name(task.name if len(runs) == 1 else task.key, taken))
-    return [figure for figure in (*found, *bytes_figures(data)) if figure is not None]
+    return [figure for figure in found if figure is not None]
 
 
 def _shown_runs(data: ReportData) -> list[Run]:
@@ -119,15 +127,15 @@ def page(data: ReportData, figures: Sequence[Figure]) -> str:
     placed = defaultdict[tuple[str, str], list[Figure]](list)
     for figure in figures:
         placed[figure.place, figure.of].append(figure)
-    for place in ("overview", "files"):  # two in a row; where one would be alone, the first has a row of its own
-        halves = [i for i, figure in enumerate(placed[place, ""]) if not figure.wide]
-        if len(halves) % 2:
-            placed[place, ""][halves[0]] = replace(placed[place, ""][halves[0]], full=True)
+    overview = placed["overview", ""]  # two in a row; where one would be alone, the first has a row of its own
+    halves = [i for i, figure in enumerate(overview) if not figure.wide]
+    if len(halves) % 2:
+        overview[halves[0]] = replace(overview[halves[0]], full=True)
     text: str = environment.from_string(resource("page.html")).render(
         policy=policy,
         css=css,
         js=js,
-        script_data=escaped_json(_script_data(data)),
+        script_data=_script_data(data),
         version=__version__,
         data=data,
         title=_title(data),
@@ -144,12 +152,6 @@ def page(data: ReportData, figures: Sequence[Figure]) -> str:
     return text
 
 
-def escaped_json(value: Any) -> str:
-    """JSON that cannot end the script element it lies in."""
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
 def _script_data(data: ReportData) -> dict[str, Any]:
     """What the script needs: the tasks in order, and how many channels are left of each layer."""
     tasks, networks = [], []
@@ -161,9 +163,9 @@ def _script_data(data: ReportData) -> dict[str, Any]:
             step = found.index(task) if task in found else None
             known = {"key": clean(task.key), "run": place, "step": step, "density": words, "said": words + seen}
             tasks.append(known)
-        layers = found[0].layers if found else ()
-        left = [[task.layers[i].left for task in found] for i in range(len(layers))]
-        networks.append([[clean(x.name), x.channels, left[i]] for i, x in enumerate(layers)])
+        layers = found[0].layers if found else {}
+        left = {x: [int(task.layers[x].sum()) for task in found] for x in layers}
+        networks.append([[clean(x), len(kept), left[x]] for x, kept in layers.items()])
     names = [clean(run.name) for run in _shown_runs(data)]
     return {"tasks": tasks, "networks": networks, "runs": names, "start": _first_shown(data)}
 
@@ -272,25 +274,8 @@ def _summary_row(data: ReportData, point: Point) -> list[str]:
 
 def _facts(task: TaskResult) -> dict[str, str]:
     """All that is known of a task."""
-    known = task.numbers
-    found = {"density asked for": density(task.target)}
-    for name, words in MEASURES.items():
-        f1 = f", F1 {percent(known[f'{name}_f1'], 2)} (macro)" if f"{name}_f1" in known else ""
-        found |= {words: percent(known[name], 2) + f1} if name in known else {}
-    for word in ("channels", "weights", "MACs"):
-        if (share := known.get(word.lower())) is not None:
-            left, of = (short_number(known.get(f"{word.lower()}_{which}")) for which in ("left", "of"))
-            found[word] = f"{percent(share)} ({left} of {of})"
-    forms = {
-        "learned": ("learned", "{:,.0f} parameters"),
-        "latency_ms": ("latency", "{:.3g} ms for one sample"),
-        "bytes": ("file", f"{{:,.0f}} bytes, {task.name}{SUFFIX}"),
-        "network": ("network of its own", "{:,.0f} bytes in float32"),
-    }
-    found |= {word: form.format(known[name]) for name, (word, form) in forms.items() if name in known}
-    if (seed := task.settings.get("seed")) is not None:
-        found["seed"] = str(seed)
-    return found | dict(task.facts)
+    found = {words: form.format(task.numbers[name]) for name, (words, form) in FACTS.items() if name in task.numbers}
+    return {"density asked for": density(task.target), **found, **task.facts}
 
 
 # -- files for papers -------------------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ class TransferPruning(Settings):
             is_begun = where.checkpoint.exists()
             if is_begun:  # with what was filled in then
                 config = config.with_filled(Settings.load(where.settings).filled_values)
-            samples = _with_classes(config, data if data is not None else _open_data(config))
+            samples = _with_classes(config, data if data is not None else open_samples(config))
             size = {"samples": len(samples.train), "side": samples.shape[-1]}
             config = config if is_begun else config.fitted(**size)
             net = network if network is not None else _open_network(config, samples)
@@ -329,7 +329,8 @@ def _unchanged(net: nn.Module, machine: Machine) -> Iterator[None]:
             parameter.grad = grad
 
 
-def _open_data(config: Settings) -> Data:
+def open_samples(config: Settings) -> Data:
+    """The data of a run."""
     return open_data(
         config.data,
         folder=config.data_folder,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
@@ -82,8 +82,9 @@ def twin_of(net: nn.Module) -> Twin:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     memo: dict[int, Any] = plain_tensors(net)
     for tensor in (*net.parameters(), *net.buffers()):
-        fake = without_values(mode, tensor)
-        memo[id(tensor)] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
+        memo[id(tensor)] = fake = without_values(mode, tensor)
+        if isinstance(tensor, nn.Parameter):
+            fake._is_param = True  # as nn.Parameter does it for tensors of other classes, which it would copy first
     if MARK in net.__dict__:  # it holds the whole base
         memo[id(net.__dict__[MARK])] = "not copied"
     twin = Twin(copy.deepcopy(net, memo), mode, {})
@@ -98,11 +99,12 @@ def twin_of(net: nn.Module) -> Twin:
 
 def without_values(mode: FakeTensorMode, tensor: Tensor, shape: Sequence[int] | None = None) -> FakeTensor:
     """A tensor that has a shape alone: that of another, in its layout, or the one that is given."""
-    if shape is None:
-        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    else:
-        meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    return FakeTensor(mode, meta, tensor.device)
+    with unset_fake_temporarily():  # else the mode would follow how it is made
+        if shape is None:
+            meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        else:
+            meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return FakeTensor(mode, meta, tensor.device)
 
 
 def follow_calls(net: nn.Module, running: list[str]) -> list[Any]:

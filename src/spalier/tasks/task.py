@@ -107,10 +107,11 @@ class TaskInfo(InNotebooks):
         rest["base"], rest["density"] = format.fingerprint_of(rest["base"]), format.density_of(rest["density"])
         return TaskInfo(**{**rest, "classes": tuple(rest.get("classes", ()))})
 
-    def __str__(self) -> str:
+    def lines(self) -> list[tuple[str, str]]:
+        """All that the file says of itself, in words."""
         settings = ", ".join(f"{key}={value}" for key, value in self.adapter.items() if key != "kind")
         some = ", ".join(self.classes[:5]) + (", ..." if len(self.classes) > 5 else "")
-        lines = [
+        return [
             ("name", self.name),
             ("adapter", f"{self.adapter['kind']}({settings})"),
             ("learned", f"{self.learned:,} parameters, stored as {self.storage}"),
@@ -122,8 +123,10 @@ class TaskInfo(InNotebooks):
             *((key, str(value)) for key, value in self.provenance.items()),
             ("base", f"{self.base.architecture[:12]} with values {self.base.values[:12]}"),
         ]
-        width = max(len(key) for key, _ in lines)
-        return "\n".join(f"{key:{width}}  {value}" for key, value in lines)
+
+    def __str__(self) -> str:
+        width = max(len(key) for key, _ in self.lines())
+        return "\n".join(f"{key:{width}}  {value}" for key, value in self.lines())
 
 
 @dataclass(frozen=True, eq=False, repr=False)
