@@ -256,6 +256,27 @@ def attributes(path, size_of):
     return table["attributes"]
 
 
+def calls(path):
+    """What is set right in modules' code, by module: views and scales."""
+    _, table, _ = read(path)
+    found = table.get("calls", {})
+    for views, scales in found.values():
+        assert len(views) + len(scales) <= 64
+        assert all(0 < axis <= after and open <= after and size > 0 for _, after, open, axis, size in views)
+        assert all(number for _, number in scales)
+    return found
+
+
+def view_of(views, shape, sizes):
+    """The sizes that a view of a tensor gets, where the code asks for these."""
+    right = list(sizes)
+    for before, after, open, axis, size in views:
+        if (before, after) == (len(shape), len(sizes)) and open == (after - sizes.index(-1) if -1 in sizes else 0):
+            right[after - axis] = size
+    is_open = -1 in sizes
+    return right if is_open or np.prod(right) == np.prod(shape) else list(sizes)
+
+
 def adapt(small, kind, sizes, shape, left, adapters):
     """Add the next of the adapters to what is left of a weight."""
     if kind == "delta":

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo
+from oracles import task_format
 from oracles.masking import masked_copy
 from support import awaken_
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from zoo.transformers_nets import _LLAMA, _hugging, _tokens
 
 import spalier as sp
@@ -132,6 +134,62 @@ def test_experts_with_grouped_products():
     assert structure["model.layers.0.mlp.experts"].size == 64
     sp.prune_(net, sp.Plan(structure, {s.name: range(s.size // 2 + 1) for s in structure.streams}))
     assert net.model.layers[0].mlp.experts.gate_up_proj.shape == (4, 66, 17)
+
+
+# the second reader
+
+
+class AsRead(TorchFunctionMode):
+    """What a file says of the code of a module, done by hand."""
+
+    def __init__(self, views, scales):
+        super().__init__()
+        self.views, self.scales = views, dict(scales)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (Tensor.view, Tensor.reshape):
+            args = (args[0], *task_format.view_of(self.views, args[0].shape, args[1:]))
+        elif func in (Tensor.mul, Tensor.div) and isinstance(args[1], float):
+            args = (args[0], self.scales.get(args[0].dim(), args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def set_right_(module, views, scales):
+    forward = module.forward
+
+    def by_hand(*args):
+        with AsRead(views, scales):
+            return forward(*args)
+
+    module.forward = by_hand
+
+
+def test_a_second_reader_sets_the_same_calls_right(pruned, tmp_path):
+    base, _, net = pruned
+    path = tmp_path / "a.task.safetensors"
+    sp.Task.of(net, "a").save(path)
+    tensors = task_format.network(path, {name: tensor.numpy() for name, tensor in base.state_dict().items()})
+    found, calls = copy.deepcopy(base), task_format.calls(path)
+    for name, value in tensors.items():
+        owner, _, key = name.rpartition(".")
+        module = found.get_submodule(owner)
+        setattr(module, key, nn.Parameter(torch.tensor(value)))
+        if isinstance(module, nn.LayerNorm):
+            module.normalized_shape = module.weight.shape
+    sizes = task_format.attributes(
+        path, lambda p, key: (type(base.get_submodule(p)).__name__, getattr(base.get_submodule(p), key))
+    )
+    for owner, values in sizes.items():
+        found.get_submodule(owner).__dict__.update(values)
+    assert any(scales for _, scales in calls.values())
+    for owner, (views, scales) in calls.items():
+        set_right_(found.get_submodule(owner), views, scales)
+    x = ENTRY.example().double()
+    torch.testing.assert_close(found(x), sp.Task.load(path).build(base)(x), rtol=0, atol=1e-9)
+    for owner in calls:
+        del found.get_submodule(owner).forward
+    with pytest.raises(RuntimeError):
+        found(x)
 
 
 # files of strangers

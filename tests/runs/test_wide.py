@@ -102,12 +102,21 @@ def test_a_sweep_over_seeds_averages_codes_apart(tmp_path):
     assert "spdelta-1bit" in str(summary)
 
 
-def test_a_budget_holds_after_learning_on(tmp_path, monkeypatch):
-    """Even with no room left for it: codes that learn on may take more once they are deflated."""
+def test_a_budget_is_held_after_every_epoch_of_learning_on(tmp_path, monkeypatch):
+    """Codes that learn on may take more once they are deflated; what is made smaller early is learned around."""
+    really, budgets = narrow.held_, []
+
+    def held_(net, budget, storage):
+        budgets.append(budget)
+        return really(net, budget, storage)
+
+    monkeypatch.setattr(narrow, "held_", held_)
     monkeypatch.setattr(narrow, "_ROOM", 1.0)
     config = quick(**{**WIDE, "densities": (), "refit_epochs": 3, "refit_lr": 3e-3}, codes=("bytes-3000",))
     (row,) = config.run(tmp_path / "run", progress=False).rows
     assert 2_850 <= row["bytes"] <= 3_000
+    assert len(budgets) == 4  # three epochs, and the end
+    assert len(set(budgets)) == 1
 
 
 @pytest.mark.parametrize(
@@ -199,6 +208,7 @@ def test_codes_are_made_smaller_by_as_few_as_it_takes():
         moved = ours != theirs
         assert 0 < int(moved.sum()) < 0.3 * moved.numel()
         assert torch.equal(ours[moved], theirs[moved] - theirs[moved].sign())  # a step towards zero
+        assert torch.equal(net[layer].weight_adapter.delta, before[layer].weight_adapter.delta)  # what it learns from
         near = (before[layer].weight_adapter.delta.detach() / before[layer].weight_adapter.scale[:, None]).abs()
         ones = theirs.abs() == 1
         assert float(near[moved & ones].max()) <= float(near[~moved & ones].min())  # the least sure of them

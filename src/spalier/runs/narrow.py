@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spalier.adapters.attachment import attachment_of
-from spalier.adapters.codes import LEVELS, codes_of
+from spalier.adapters.codes import LEVELS
 from spalier.adapters.kinds import ByLayer, Coded, LowRank, SPDelta, SPLoRA, SPPaRA
 from spalier.errors import BudgetError, ConfigError, RunError
 from spalier.refitting import refit_
@@ -118,18 +118,27 @@ def write_narrow_(
         refit_(net, ByLayer(), batches=samples, storage=storage)
 
 
-def hold_budget_(net: nn.Module, form: Form, wide: Task, samples: Iterable[Any], storage: Storage) -> None:
-    """Where learning on has made the file larger than it may be, make its codes smaller, or write it once more."""
+def hold_budget_(net: nn.Module, form: Form, wide: Task, storage: Storage, samples: Iterable[Any] = ()) -> None:
+    """Where learning on has made the file larger than it may be, make its codes smaller.
+
+    With samples, which is for the end, it is written once more where that is not enough.
+    """
     budget = _left_for_codes(form, wide, storage)
-    if budget is not None and attachment_of(net).updated and not held_(net, budget, storage):
-        refit_(net, bytes=budget, batches=list(samples), storage=storage)
+    if (
+        budget is not None
+        and attachment_of(net).updated
+        and not held_(net, budget, storage)
+        and (left := list(samples))
+    ):
+        refit_(net, bytes=budget, batches=left, storage=storage)
 
 
 @torch.no_grad()
 def held_(net: nn.Module, budget: int, storage: Storage) -> bool:
-    """Let codes that were hardly rounded away from zero be one step nearer to it, as few as make the file small enough.
+    """Round codes by a wider step, as little as makes the file small enough: those hardly past a half step go first.
 
-    Zeros are what deflating saves most on. False where that is not enough; nothing is changed then.
+    Zeros are what deflating saves most on. Learning on keeps the step, so what is done early is learned around. False
+    where that is not enough; nothing is changed then.
     """
 
     def is_small() -> bool:
@@ -138,26 +147,24 @@ def held_(net: nn.Module, budget: int, storage: Storage) -> bool:
     if is_small():
         return True
     codes = [entry.update for entry in attachment_of(net).updated if isinstance(entry.update, Coded)]
-    before = [(code, code.delta.detach().clone()) for code in codes if code.levels > 2]  # signs know no zero
+    before = [(c, c.scale.clone(), c.gain.detach().clone()) for c in codes if c.levels > 2]  # signs know no zero
 
-    def move_(share: float) -> None:
-        """All codes whose numbers lie in this share of their interval, counted from zero."""
-        for code, delta in before:
-            step = code.scale.view(-1, *[1] * (delta.dim() - 1))
-            found = codes_of(delta, step, code.levels)
-            is_near = (found != 0) & (delta.abs() < (found.abs() - 0.5 + share) * step)
-            code.delta.copy_(torch.where(is_near, (found - 0.501 * found.sign()) * step, delta))
+    def widen_(factor: float) -> None:
+        for code, step, gain in before:
+            code.scale.copy_(factor * step)
+            # what a code of three levels stands for stays as it was learned; of more levels, the outer ones move in
+            code.gain.copy_(gain / factor if code.levels == 3 else gain)
 
-    low, high = 0.0, 1.0
-    move_(high)
+    low, high = 1.0, _WIDEST
+    widen_(high)
     if not is_small():
-        move_(low)
+        widen_(low)
         return False
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        move_(middle)
+        widen_(middle)
         low, high = (low, middle) if is_small() else (middle, high)
-    move_(high)
+    widen_(high)
     return True
 
 
@@ -173,7 +180,7 @@ def _left_for_codes(form: Form, wide: Task, storage: Storage) -> int | None:
 
 _METRICS = 100
 """Bytes that accuracies may take."""
-_HALVINGS = 8
+_HALVINGS, _WIDEST = 8, 4.0
 _ROOM = 0.96
 """Of a budget of bytes, what is spent before a narrow form learns on."""
 
