@@ -24,7 +24,8 @@ def summed_over_ranks(means: dict[Key, Tensor], samples: int) -> tuple[dict[Key,
     if not is_distributed():
         return means, samples
     flat = torch.cat([value.detach().double().cpu().flatten() * samples for value in means.values()])
-    everything = torch.cat([flat, torch.tensor([float(samples)], dtype=torch.float64)]).to(_device())
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    everything = torch.cat([flat, torch.tensor([float(samples)], dtype=torch.float64)]).to(device)
     dist.all_reduce(everything)
     everything = everything.cpu()
     total = int(everything[-1])
@@ -65,7 +66,3 @@ def broadcast_(tensors: list[Tensor]) -> None:
     if is_distributed():
         for tensor in tensors:
             dist.broadcast(tensor.data, src=0)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

@@ -227,7 +227,8 @@ def load_weights_(
         # some files hold (1,) for a scalar
         if tensor.shape == wanted or tensor.numel() == wanted.numel() == 1:
             fitting[key] = tensor.reshape(wanted)
-        elif _is_larger_stem(tensor, own[key]):
+        elif tensor.shape[1:] == (3, 7, 7) and wanted == (len(tensor), 3, 3, 3):
+            # the one resizing that the paper does: the same 3-input stem with a 3x3 kernel instead of 7x7
             fitting[key] = F.adaptive_avg_pool2d(tensor.float(), wanted[2:])
             pooled.append(key)
         elif key.startswith(heads):
@@ -274,11 +275,6 @@ def read_weights(path: str | PathLike[str] | Mapping[str, Tensor]) -> dict[str, 
             "convert it to safetensors, or save its state_dict() alone"
         ) from error
     return _tensors(_unwrapped(state))
-
-
-def _is_larger_stem(source: Tensor, wanted: Tensor) -> bool:
-    """True for the one resizing that the paper does: the same 3-input stem with a 3x3 kernel instead of 7x7."""
-    return source.shape[1:] == (3, 7, 7) and wanted.shape == (len(source), 3, 3, 3)
 
 
 def _unwrapped(state: object) -> object:

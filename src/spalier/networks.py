@@ -83,7 +83,8 @@ def open_network(
     source = _state(name) if pretrained and name in _BUILT_IN else weights
     if source is not None and not name.startswith("hf:"):
         loaded = models.load_weights_(net, source, head=_classifiers(net, classes or _class_count(net)))
-        _LOG.info("%s: pooled %s; skipped %s", weights or name, _listed(loaded.pooled), _listed(loaded.skipped))
+        done = (", ".join(names) or "nothing" for names in (loaded.pooled, loaded.skipped))
+        _LOG.info("%s: pooled %s; skipped %s", weights or name, *done)
     return net
 
 
@@ -141,13 +142,11 @@ def _state(name: str) -> PathLike[str] | Mapping[str, Tensor]:
     found = import_optional("torchvision.models", f"the pretrained weights of {name}", NetworkError)
     if name not in found.list_models():
         raise WeightsError(f"there are no pretrained weights of {name}; take resnet20, whose come with Spalier")
+    best = found.get_model_weights(name).DEFAULT
     try:
-        state: Mapping[str, Tensor] = found.get_model_weights(name).DEFAULT.get_state_dict(
-            progress=False, check_hash=True
-        )
+        return best.get_state_dict(progress=False, check_hash=True)  # type: ignore[no-any-return]
     except Exception as error:  # the internet raises anything
         raise _not_loaded(name, "torchvision", error) from error
-    return state
 
 
 def _with_classes(make: Callable[..., nn.Module], classes: int | None, model: str, **options: Any) -> nn.Module:
@@ -184,14 +183,11 @@ def looks_untrained(net: nn.Module) -> bool:
     >>> looks_untrained(models.resnet8()), looks_untrained(nn.Linear(2, 2))
     (True, False)
     """
-    norms = [m for m in net.modules() if is_norm(m) and isinstance(m.weight, Tensor) and not m.weight.is_meta]
-    return bool(norms) and all(_is_fresh(norm) for norm in norms)
-
-
-def _is_fresh(norm: Any) -> bool:
-    moved = [getattr(norm, name, None) for name in ("bias", "running_mean")]
-    is_even = bool((norm.weight == norm.weight.reshape(-1)[0]).all())
-    return is_even and not any(tensor is not None and bool(tensor.any()) for tensor in moved)
+    found: Iterable[Any] = filter(is_norm, net.modules())
+    norms = [norm for norm in found if isinstance(norm.weight, Tensor) and not norm.weight.is_meta]
+    moved = (getattr(norm, name, None) for norm in norms for name in ("bias", "running_mean"))
+    are_even = all(bool((norm.weight == norm.weight.reshape(-1)[0]).all()) for norm in norms)
+    return bool(norms) and are_even and not any(tensor is not None and bool(tensor.any()) for tensor in moved)
 
 
 def warn_if_untrained(net: nn.Module, name: str) -> None:
@@ -244,10 +240,6 @@ def _close(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {', '.join(matches)}?" if matches else ";"
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) or "nothing"
-
-
 # transformers
 
 _OF_THE_HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
@@ -280,9 +272,8 @@ def _of_transformers(
                 net, info = type(net).from_pretrained(None, state_dict=source, **_loading(config))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise NetworkError(f"transformers cannot make {name!r} of safetensors: {error}") from error
-    made: nn.Module = net
-    _check_loaded(name if weights is None else str(weights), made, info)
-    return made
+    _check_loaded(name if weights is None else str(weights), net, info)
+    return net  # type: ignore[no-any-return]
 
 
 def _auto_class(transformers: Any, name: str, config: Any) -> Any:
@@ -346,7 +337,7 @@ def _check_loaded(name: str, net: nn.Module, info: Mapping[str, Any]) -> None:
             "expected weights of this configuration, with other classes at most"
         )
     if fresh or unused:
-        _LOG.info("%s: initialised anew %s; left out %s", name, _listed(fresh), _listed(unused))
+        _LOG.info("%s: initialised anew %s; left out %s", name, *(", ".join(n) or "nothing" for n in (fresh, unused)))
 
 
 @contextlib.contextmanager

@@ -136,10 +136,13 @@ class Schedule:
             return None
         given = self.batches() if callable(self.batches) else self.batches
         batches = None if given is None else list(given)
+        if self.recover is True and batches is None:
+            raise ConfigError("recover=True needs batches; pass batches=, or recover=Recovery(batches)")
         scores = score(net, batches, self.criterion, loss=self.loss, structure=structure)
         shares: dict[str, Any] = {self.budget: wanted}
         plan = select(net, scores, structure=structure, **shares, **self.options)
-        prune_(net, plan, optimizer=self.optimizer, recover=self._recovery(batches))
+        recover = batches if self.recover is True else self.recover or None
+        prune_(net, plan, optimizer=self.optimizer, recover=recover)
         self._reached = wanted
         return plan
 
@@ -150,8 +153,3 @@ class Schedule:
         meter = Meter(net, structure)
         size = {"channels": meter.channels, "weights": meter.parameters, "macs": meter.macs}[self.budget]
         return size(meter.kept) / size(meter.whole)
-
-    def _recovery(self, batches: list[Any] | None) -> Any:
-        if self.recover is True and batches is None:
-            raise ConfigError("recover=True needs batches; pass batches=, or recover=Recovery(batches)")
-        return batches if self.recover is True else self.recover or None

@@ -283,30 +283,6 @@ def test_a_criterion_that_answers_wrongly_is_named():
         sp.score(settled_cnn(), criterion=Short())
 
 
-def test_movement_adds_up_while_the_network_trains():
-    net, given = settled_cnn().train(), data()
-    with criteria.record_movement(net) as movement:
-        for x, y in given:
-            F.cross_entropy(net(x), y).backward()
-    hooks = sum(len(m._forward_hooks) for m in net.modules())
-    found = sp.score(net, criterion=movement)
-    assert found.samples == 3
-    assert hooks == 0
-    norm = net[4]  # value times gradient at a norm's output is that of its two parameters
-    wanted = 0
-    twin = copy.deepcopy(net)
-    for x, y in given:
-        twin.zero_grad()
-        F.cross_entropy(twin(x), y).backward()
-        wanted = wanted - (twin[4].weight * twin[4].weight.grad + twin[4].bias * twin[4].bias.grad).detach()
-    np.testing.assert_allclose(found["3"], wanted.numpy(), rtol=1e-9, atol=1e-14)
-    assert norm.weight.grad is not None
-    with criteria.record_movement(net) as nothing:
-        pass
-    with pytest.raises(ScoreError, match="nothing was recorded"):
-        sp.score(net, criterion=nothing)
-
-
 # bad input
 
 
@@ -516,15 +492,6 @@ def test_labels_in_a_dict_are_what_relevance_explains():
     labels = torch.zeros(len(next(iter(example.values()))), dtype=torch.long)
     found = sp.score(net, [{**example, "labels": labels}], "lrp", structure=structure)
     assert found.samples == len(labels)
-
-
-def test_movement_of_what_is_never_called_is_not_zero_but_refused():
-    net = encoder(True)
-    x, y = torch.randn(6, 7, 5, dtype=torch.float64), torch.randint(0, 3, (6,))
-    structure = sp.trace(net, x)
-    with criteria.record_movement(net, structure) as movement:
-        F.cross_entropy(net.train()(x), y).backward()
-    refused("out_proj", net, criterion=movement, structure=structure)
 
 
 def test_wrapped_networks_are_named():

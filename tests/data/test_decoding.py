@@ -1,7 +1,6 @@
 """Images of every kind, bad files of every kind, and the cache of decoded ones."""
 
 import io
-import json
 import struct
 import zlib
 
@@ -25,7 +24,7 @@ def square(data, side):
 
 
 def reason(data):
-    return decode_files([File("x.jpg", lambda: data, "")], 8, None).wrong[0]
+    return decode_files([File("x.jpg", lambda: data)], 8).wrong[0]
 
 
 def png_header(width, height):
@@ -156,7 +155,7 @@ def test_bad_files_have_their_reason(kind):
 def test_every_cut_of_a_file_is_a_reason_or_an_image():
     for data in (jpeg(), encoded(picture(), "PNG"), encoded(picture(), "GIF"), encoded(picture(), "WEBP")):
         for end in range(0, len(data), max(1, len(data) // 40)):
-            found = decode_files([File("x", lambda cut=data[:end]: cut, "")], 4, None)
+            found = decode_files([File("x", lambda cut=data[:end]: cut)], 4)
             assert found.images.shape == (1, 4, 4, 3)
             assert found.wrong == {} or found.wrong[0]
 
@@ -172,7 +171,7 @@ def test_the_limit_of_pixels_is_pillows(monkeypatch):
 def test_files_are_read_up_to_a_size(monkeypatch):
     monkeypatch.setattr(folders, "MAX_FILE_BYTES", 100)
     read = lambda: pytest.fail("was read")  # noqa: E731
-    assert "too large: 101 bytes" in decode_files([File("x", read, "", 101)], 8, None).wrong[0]
+    assert "too large: 101 bytes" in decode_files([File("x", read, 101)], 8).wrong[0]
 
 
 def refuse():
@@ -180,11 +179,11 @@ def refuse():
 
 
 def test_all_bad_files_are_found_and_the_others_decoded():
-    good = [File(f"{i}.jpg", lambda i=i: jpeg(i), "") for i in range(30)]
-    bad = [File(f"bad/{kind}", lambda data=data: data, "") for kind, data in BAD.items()]
-    bad.append(File("bad/locked", refuse, ""))
+    good = [File(f"{i}.jpg", lambda i=i: jpeg(i)) for i in range(30)]
+    bad = [File(f"bad/{kind}", lambda data=data: data) for kind, data in BAD.items()]
+    bad.append(File("bad/locked", refuse))
     files = [f for pair in zip(good, bad, strict=False) for f in pair] + good[len(bad) :]
-    found = decode_files(files, 16, None)
+    found = decode_files(files, 16)
     assert {files[i].name: reason for i, reason in found.wrong.items()}.keys() == {file.name for file in bad}
     assert found.wrong[files.index(bad[-1])] == "unreadable: Permission denied"
     for i, file in enumerate(files):
@@ -222,79 +221,10 @@ def test_what_is_wrong_is_said_at_once_and_skipped_when_asked(photos):
     assert len(clean) == 64
 
 
-def test_the_cache_holds_the_same(photos, tmp_path, monkeypatch, caplog):
-    folder, name = tmp_path / "cache", f"folder:{photos}"
-    plain = open_data(name, image_size=16)
-    first = open_data(name, image_size=16, cache_folder=folder)
-    written = sorted(path.suffix for path in folder.iterdir())
-    assert written == [".json", ".npy"]
-    with monkeypatch.context() as patch:
-        patch.setattr("spalier.data.images.center_square", lambda *_: pytest.fail("decoded again"))
-        again = open_data(name, image_size=16, cache_folder=folder)
-    for data in (first, again):
-        assert data.digest == plain.digest
-        assert isinstance(data.train.images, np.memmap)
-        for split in ("train", "validation", "test"):
-            one, other = (getattr(d, split).fetch(np.arange(2), 1)[0] for d in (data, plain))
-            assert (one == other).all()
-    assert not caplog.records
-
-
-def test_the_cache_is_made_anew_when_files_change(photos, tmp_path):
-    folder, name = tmp_path / "cache", f"folder:{photos}"
-    digests = [open_data(name, image_size=16, cache_folder=folder).digest]
-    write(photos / "cats" / "0.jpg", jpeg(99))
-    digests.append(open_data(name, image_size=16, cache_folder=folder).digest)
-    digests.append(open_data(name, image_size=20, cache_folder=folder).digest)
-    (photos / "dogs" / "5.jpg").unlink()
-    digests.append(open_data(name, image_size=16, cache_folder=folder).digest)
-    assert len(set(digests)) == 4
-    assert len(list(folder.glob("*.npy"))) == 4
-
-
-@pytest.mark.parametrize("damage", ["json", "npy", "short", "gone", "other"])
-def test_a_damaged_cache_is_made_anew_and_said(photos, tmp_path, damage, caplog):
-    folder, name = tmp_path / "cache", f"folder:{photos}"
-    expected = open_data(name, image_size=16, cache_folder=folder).digest
-    (array,), (record,) = folder.glob("*.npy"), folder.glob("*.json")
-    if damage == "json":
-        record.write_text("{")
-    elif damage == "npy":
-        array.write_bytes(b"rubbish")
-    elif damage == "short":
-        array.write_bytes(array.read_bytes()[:-1])
-    elif damage == "gone":
-        array.unlink()
-    else:
-        record.write_text(json.dumps(json.loads(record.read_text()) | {"key": "another"}))
-    with caplog.at_level("WARNING", "spalier"):
-        data = open_data(name, image_size=16, cache_folder=folder)
-    assert "made anew" in caplog.text
-    assert data.digest == expected
-    assert np.array_equal(data.train.images, open_data(name, image_size=16).train.images)
-
-
-def test_a_cache_holds_no_bad_files(photos, tmp_path):
-    write(photos / "cats" / "bad.jpg", b"words")
-    name, folder = f"folder:{photos}", tmp_path / "cache"
-    for _ in range(2):
-        with pytest.raises(DataError, match=r"cats/bad\.jpg"):
-            open_data(name, image_size=16, cache_folder=folder)
-    assert len(open_data(name, image_size=16, cache_folder=folder, skip_bad=True).skipped) == 1
-    assert not list(folder.iterdir())
-
-
-def test_a_cache_that_cannot_be_written_is_said(photos, tmp_path):
-    write(tmp_path / "file", b"")
-    with pytest.raises(DataError, match="cannot be written"):
-        open_data(f"folder:{photos}", image_size=16, cache_folder=tmp_path / "file")
-    assert not list(tmp_path.glob(".*"))
-
-
 def test_memory_that_runs_out_is_no_fault_of_a_file(photos, monkeypatch):
     def full(*_):
         raise MemoryError
 
     monkeypatch.setattr("spalier.data.images.center_square", full)
-    with pytest.raises(DataError, match=r"memory ran out.*cache_folder="):
+    with pytest.raises(DataError, match=r"memory ran out.*max_train_samples"):
         open_data(f"folder:{photos}", image_size=16, skip_bad=True)

@@ -195,7 +195,7 @@ def test_names_that_are_no_text(tmp_path):
     class_folders(tmp_path, {"a": 5, "b": 5})
     write(tmp_path / os.fsdecode(b"c\xff") / "0.jpg", jpeg(40))
     write(tmp_path / os.fsdecode(b"c\xff") / "1.jpg", jpeg(41))
-    data = opened(tmp_path, cache_folder=tmp_path / ".cache")
+    data = opened(tmp_path)
     str(data).encode()
     assert len(data.classes) == 3
     assert data.digest == opened(tmp_path).digest

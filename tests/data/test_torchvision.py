@@ -58,17 +58,6 @@ def test_cifar10_is_small_and_has_two_splits(cifar10, tmp_path, monkeypatch):
     assert (len(held.train), len(held.validation), len(held.test), held.shape) == (16, 4, 4, (3, 16, 16))
 
 
-def test_the_cache_knows_images_by_their_number(cifar10, tmp_path, monkeypatch):
-    options = {"folder": tmp_path, "cache_folder": tmp_path / "cache"}
-    first = open_data("torchvision:CIFAR10", **options)
-    assert first.digest == open_data("torchvision:CIFAR10", folder=tmp_path).digest
-    monkeypatch.setattr(sets, "MNIST", sets.CIFAR10)  # as many images of the same size, of another name
-    assert len(open_data("torchvision:MNIST", **options).train) == len(first.train)
-    assert len(list((tmp_path / "cache").glob("*.npy"))) == 2
-    monkeypatch.setattr("spalier.data.images.center_square", lambda *_: pytest.fail("decoded again"))
-    assert open_data("torchvision:CIFAR10", **options).digest == first.digest
-
-
 class Photos(sets.VisionDataset):
     """Photographs in three splits; labels are listed nowhere."""
 

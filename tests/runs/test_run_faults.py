@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from spalier import files
 from spalier.data import Data
 from spalier.errors import ConfigError, DataError, RunError, TaskFileError
-from spalier.runs import Engine, processes
+from spalier.runs import Engine
 from spalier.runs.checkpoint import RunFolder, load_checkpoint
 
 
@@ -190,7 +190,7 @@ def test_metrics_that_are_gone(tmp_path, monkeypatch):
 
 
 def test_precisions_that_cannot_be_had(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "_has_accelerator", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="fp16"):
         quick(mixed_precision="fp16").run(tmp_path / "run", progress=False)
     quick(epochs=0, densities=()).run(tmp_path / "run", progress=False)  # and nothing was left behind

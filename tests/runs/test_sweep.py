@@ -200,26 +200,25 @@ def check_alone(config, folder):
 
 @pytest.mark.slow
 def test_a_crash_a_refusal_and_a_success(here, capfd):
+    ray = pytest.importorskip("ray")
     base = quick(**TINY, network="test_sweep:fragile", checkpoint_seconds=0)
     sweep = Sweep(base, over={"trackers": [[], ["nobody-knows"]], "epochs": [1]})
     folder = here / "sweep"
     (fragile, config), (refused, _) = sweep.runs()
 
     results = sweep.run("sweep", jobs=2, threads=1)
-    assert results.failed[fragile] == "the process was ended by SIGKILL"
+    assert list(results.failed) == [refused]
     assert re.match("ConfigError: .*nobody-knows", results.failed[refused])
-    assert not results.rows
     said = capfd.readouterr().err
     assert "2 of 2 runs to do" in said
-    assert f"{fragile}: the process was ended by SIGKILL" in said
+    assert f"{fragile}: done" in said
     assert "Traceback" in (folder / "logs" / f"{refused}.txt").read_text()
-
-    results = sweep.run("sweep", jobs=2, threads=1)
-    assert list(results.failed) == [refused]
+    assert Path("killed").exists()  # its first process was, and another went on
     assert [(row["run"], row["target"], row["epochs_setting"]) for row in results.rows] == [
         (fragile, 1.0, 1),
         (fragile, 0.5, 1),
     ]
+    assert not ray.is_initialized()  # what was started for it is gone
     log = (folder / "logs" / f"{fragile}.txt").read_text()
     assert log.count("block 0/1, epoch 1/1") == 1  # the second attempt went on from the checkpoint
     check_alone(config, folder / fragile)
@@ -256,15 +255,14 @@ sys.path[:0] = {path!r}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may have ignored it
 from running import quick
 from spalier import Sweep
-if __name__ == "__main__":
-    base = quick(epochs=1000, checkpoint_seconds=1000)
-    Sweep(base, over={{"seed": [0, 1, 2]}}).run("sweep", jobs={jobs}, threads=1)
+base = quick(epochs=1000, checkpoint_seconds={seconds})
+Sweep(base, over={{"seed": [0, 1, 2]}}).run("sweep", jobs={jobs}, threads=1)
 """
 
 
-def start(jobs: int) -> subprocess.Popen:
+def start(jobs: int, seconds: int = 1000) -> subprocess.Popen:
     path = [str(ROOT / "tests"), str(ROOT / "tests/runs"), str(ROOT / "tools")]
-    Path("script.py").write_text(SCRIPT.format(path=path, jobs=jobs))
+    Path("script.py").write_text(SCRIPT.format(path=path, jobs=jobs, seconds=seconds))
     return subprocess.Popen([sys.executable, "script.py"], stderr=subprocess.PIPE, text=True)
 
 
@@ -298,6 +296,8 @@ def stopped_at(run: Path) -> int:
 @pytest.mark.parametrize("jobs", [1, 2])
 @pytest.mark.slow
 def test_runs_end_with_a_checkpoint_when_the_sweep_is_interrupted(here, jobs):
+    if jobs > 1:
+        pytest.importorskip("ray")
     runs = [Path(f"sweep/seed={seed}") for seed in range(jobs)]
     process = start(jobs)
     wait_for(lambda: all(epochs_of(run) >= 2 for run in runs))
@@ -312,23 +312,15 @@ def test_runs_end_with_a_checkpoint_when_the_sweep_is_interrupted(here, jobs):
 
 
 @pytest.mark.slow
-def test_runs_end_with_a_checkpoint_when_the_sweep_is_killed(here):
+def test_runs_end_with_a_sweep_that_is_killed(here):
+    pytest.importorskip("ray")
     run = Path("sweep/seed=0")
-    process = start(2)
+    process = start(2, seconds=0)
     wait_for(lambda: epochs_of(run) >= 2)
     process.kill()
     process.communicate()
     wait_for(lambda: is_free(run))
     assert stopped_at(run) >= 10
-
-
-@pytest.mark.slow
-def test_a_script_without_a_guard_is_told_so(here):
-    path = [str(ROOT / "tests"), str(ROOT / "tests/runs"), str(ROOT / "tools")]
-    guarded = SCRIPT.format(path=path, jobs=2)
-    Path("script.py").write_text(guarded.replace('if __name__ == "__main__":', "if True:"))
-    process = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=300)
-    assert 'if __name__ == "__main__":' in process.stderr
 
 
 @pytest.mark.slow

@@ -192,7 +192,7 @@ def test_a_task_that_is_replaced_while_it_is_read_is_pushed_as_it_was(hub, store
     assert store.path("a").read_bytes() != before
     pushed = hub.repositories[REPOSITORY].files
     assert pushed[FILE] == before
-    assert "| 0 | cat |" in pushed["README.md"].decode()
+    assert "cat, dog" in pushed["README.md"].decode()
 
 
 def test_the_token_is_sent_with_every_request(hub, store, other):
@@ -352,13 +352,13 @@ def test_a_card_says_what_the_task_is(task):
     assert front == {"library_name": "spalier", "tags": ["spalier", "structured-pruning", "splora"]}
     for said in (
         "12,345 bytes",
-        task.info.base.architecture,
+        task.info.base.architecture[:12],
+        task.info.base.values[:12],
         "rank&#61;2",
-        "| 1 | dog |",
+        "cat, dog",
         "not stated",
     ):
         assert said in body
-    assert "Metrics" not in body
     code = re.search(r"```python\n(.*)```", body, re.DOTALL)[1]
     compile(code, "card", "exec")
     assert 'store.pull("OWNER/NAME", "a")' in code
@@ -367,7 +367,7 @@ def test_a_card_says_what_the_task_is(task):
 
 def test_a_card_lists_fifty_classes(base):
     body = parts(card(task_of(base, classes=[f"c{i}" for i in range(60)]), 1))[1]
-    assert "| 49 | c49 |" in body
+    assert "c48, c49 and" in body
     assert "c50" not in body
     assert "10 more" in body
 
@@ -395,11 +395,11 @@ def test_hostile_text_shows_as_text_in_the_card_that_is_uploaded(hub, tmp_path, 
     front, body = parts(hub.repositories[REPOSITORY].files["README.md"].decode())
     assert front["metrics"] == HOSTILE
     for word in HOSTILE:
-        assert word not in body.replace("| --- | --- |", "")
-        assert body.count(f"| {escaped(word)} |") == 3 + 1  # a class, and three keys
-    assert "<" not in body
+        assert word not in body.replace("<pre>", "").replace("</pre>", "")
+        assert body.count(escaped(word)) >= 3 + 1  # a class, and three keys
+    assert re.findall("<.*", body) == ["<pre>", "</pre>"]  # nothing ends the block but its end
     assert body.count("`") == 2 + 6  # `base`, and the fence
-    assert all(line.count("|") == 3 for line in body.splitlines() if line.startswith("|"))
+    assert "|" not in body
 
 
 def test_characters_beyond_16_bits_and_quotes_survive_the_front_matter(base):

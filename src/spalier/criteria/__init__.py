@@ -11,7 +11,6 @@ from spalier.criteria.criterion import (
     Taylor,
     Weight,
     WeightCriterion,
-    record_movement,
 )
 from spalier.criteria.lrp import LRP
 from spalier.criteria.probe import Probe
@@ -32,6 +31,5 @@ __all__ = [
     "Taylor",
     "Weight",
     "WeightCriterion",
-    "record_movement",
     "score",
 ]

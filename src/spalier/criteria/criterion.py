@@ -17,23 +17,22 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from spalier.criteria.probe import (
     Batch,
     Probe,
-    Totals,
     Values,
     Watch,
-    batches_of,
     loss_of,
     mean_product,
     sample_axis,
     seeing,
+    watched,
 )
 from spalier.errors import ConfigError, ScoreError
 from spalier.structure.graph import in_eval_mode
 from spalier.structure.sites import layer_name
-from spalier.structure.structure import Structure, structure_of
 
 Normalise = Literal["none", "sum", "l2", "mean", "max"]
 
@@ -109,16 +108,21 @@ class ActivationCriterion(Criterion):
 
     def measure(self, probe: Probe, batches: Any, loss: Any) -> Values:
         """A score for every unit that is left, by stream and layer."""
-        return probe.observe(
-            batches,
-            loss,
-            self.of_activations,
-            what=self.name,
-            gradients=self.needs_gradients,
-            values=self.needs_values,
-            signed=self.signed,
-            literal=self.literal,
-        )
+        twin, watches = probe.twin(), probe.watches()
+        wanted = {"gradients": self.needs_gradients, "values": self.needs_values, "before_norm": self.literal}
+        with in_eval_mode(twin), watched(twin, watches, self.of_activations, **wanted) as record:
+            for norm in (m for m in twin.modules() if isinstance(m, _BatchNorm)):
+                norm.training = self.literal  # the published code scored in train mode
+
+            def one(batch: Batch) -> list[Tensor | None]:
+                record.start(batch.size)
+                with torch.set_grad_enabled(self.needs_gradients):
+                    output = batch.run(twin)
+                    if self.needs_gradients:  # of the loss's sum: here every sample counts as one
+                        (loss_of(loss, output, batch, twin) * batch.size).backward()
+                return record.take()
+
+            return probe.means(watches, batches, one, what=self.name, signed=self.signed, literal=self.literal)
 
 
 @dataclass(frozen=True)
@@ -136,8 +140,7 @@ class Weight(WeightCriterion):
 
     def of_weights(self, weights: Tensor) -> Tensor:
         """Their L_p norm."""
-        norms: Tensor = torch.linalg.vector_norm(weights, self.p, 1, dtype=torch.float64)
-        return norms
+        return torch.linalg.vector_norm(weights, self.p, 1, dtype=torch.float64)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -197,79 +200,18 @@ class Taylor(ActivationCriterion):
         return mean_product(values, gradients)
 
 
-class Recording:
-    """Minus value times gradient at every site, summed over all backward passes so far."""
-
-    def __init__(self, watches: list[Watch]) -> None:
-        self.watches = watches
-        self.sums = [torch.zeros(watch.units, dtype=torch.float64) for watch in watches]
-        self.seen = [0] * len(watches)
-        """How often gradients have come to each site."""
-
-    def add(self, number: int, value: Tensor, gradient: Tensor) -> None:
-        """One call's part of one backward pass."""
-        watch = self.watches[number]
-        moved = -(watch.laid_out(value, 1) * watch.laid_out(gradient, 1)).sum((0, 1), keepdim=True)[0]
-        self.sums[number] += watch.by_unit(moved)[0].to(self.sums[number])
-        self.seen[number] += 1
-
-    def values(self) -> Values:
-        """The sums, by stream and layer."""
-        if not any(self.seen):
-            raise ScoreError("nothing was recorded; train the network inside of record_movement first")
-        for number, watch in enumerate(self.watches):
-            if not self.seen[number]:
-                raise ScoreError(
-                    f"nothing was recorded at {watch.site.module!r}, which the network does not call by itself; use "
-                    "score(net, batches, 'movement') instead"
-                )
-        found: Values = {}
-        for watch, total in zip(self.watches, self.sums, strict=True):
-            place = watch.site.stream, watch.site.writer
-            found[place] = found[place] + total if place in found else total
-        return found
-
-
 @dataclass(frozen=True)
 class Movement(ActivationCriterion):
     """How much the loss would grow, to first order, without the unit, with its sign.
 
-    That is minus weight times gradient: positive where training drives the unit away from zero. `record_movement` adds
-    it up while the network trains, as movement pruning does; over batches alone it says what a next step would do.
+    That is minus weight times gradient: positive where the next step of training drives the unit away from zero.
     """
 
     signed: ClassVar[bool] = True
-    recording: Recording | None = None
 
     def of_activations(self, values: Any, gradients: Any) -> Tensor:
         """Minus value times gradient, the sum over positions."""
         return mean_product(values, gradients) * -float(values.shape[1])
-
-    def measure(self, probe: Probe, batches: Any, loss: Any) -> Values:
-        """A score for every unit that is left, by stream and layer."""
-        if self.recording is None:
-            return super().measure(probe, batches, loss)
-        probe.samples = max(self.recording.seen)
-        return self.recording.values()
-
-
-@contextmanager
-def record_movement(net: nn.Module, structure: Structure | None = None) -> Iterator[Movement]:
-    """Add up movement while ``net`` trains inside of the block; then ``score(net, criterion=movement)``."""
-    probe = Probe(net, structure_of(net, structure))
-    recording = Recording([probe.watch(site) for site in probe.sites()])
-    places = [
-        (watch.site.module, watch.site.side, partial(_note, recording, number))
-        for number, watch in enumerate(recording.watches)
-    ]
-    with seeing(net, places):
-        yield Movement(recording=recording)
-
-
-def _note(recording: Recording, number: int, value: Tensor) -> None:
-    if value.requires_grad:
-        kept = value.detach().clone()  # later code may write into it
-        value.register_hook(lambda gradient: recording.add(number, kept, gradient))
 
 
 @dataclass(frozen=True)
@@ -282,15 +224,9 @@ class SecondOrder(Criterion):
 
     def measure(self, probe: Probe, batches: Any, loss: Any) -> Values:
         """A score for every unit that is left, by stream and layer."""
-        twin = probe.twin()
-        watches = [probe.watch(site) for site in probe.sites()]
-        totals, samples = Totals(watches), [0]
+        twin, watches, samples = probe.twin(), probe.watches(), [0]
         with in_eval_mode(twin), _gated(twin, watches, samples) as gates, sdpa_kernel(SDPBackend.MATH):
-            for batch in batches_of(batches, probe.net, self.name):
-                with torch.inference_mode(False), torch.enable_grad():
-                    totals.add(_one(twin, batch, loss, gates, samples), batch)
-        probe.samples = totals.samples
-        return totals.means()
+            return probe.means(watches, batches, lambda batch: _one(twin, batch, loss, gates, samples), what=self.name)
 
     @property
     def name(self) -> str:
@@ -302,6 +238,7 @@ Gates = list[list[Tensor]]
 """For each site, the gates of each call, (samples, units)."""
 
 
+@torch.enable_grad()
 def _one(twin: nn.Module, batch: Batch, loss: Any, gates: Gates, samples: list[int]) -> list[Tensor | None]:
     samples[:] = [batch.size]
     for each in gates:
@@ -317,15 +254,9 @@ def _one(twin: nn.Module, batch: Batch, loss: Any, gates: Gates, samples: list[i
             f"second_order needs the gradient of a gradient, and some operation of this network has none: {error}; "
             "use criterion 'taylor'"
         ) from error
-    done = iter(zip(first, second, strict=True))
-    return [_sensitivity([next(done) for _ in each]) for each in gates]
-
-
-def _sensitivity(calls: list[tuple[Tensor, Tensor]]) -> Tensor | None:
-    if not calls:
-        return None
-    first, second = (torch.stack([c[i].detach() for c in calls]).sum(0) for i in (0, 1))
-    return first.abs() + second.abs() / 2
+    slopes, bends = (gradient.detach() for gradient in first), iter(second)
+    calls = [([next(slopes) for _ in each], [next(bends) for _ in each]) for each in gates]
+    return [sum(a).abs() + sum(b).abs() / 2 if a else None for a, b in calls]  # type: ignore[union-attr]
 
 
 @contextmanager
@@ -333,31 +264,28 @@ def _gated(net: nn.Module, watches: list[Watch], samples: list[int]) -> Iterator
     """Multiply every unit by a gate of its own for each sample."""
     gates: Gates = [[] for _ in watches]
     places = [
-        (watch.site.module, watch.site.side, _Gate(watch, made, samples).applied)
+        (watch.site.module, watch.site.side, partial(_apply_gate, watch, made, samples))
         for watch, made in zip(watches, gates, strict=True)
     ]
     with seeing(net, places):
         yield gates
 
 
-@dataclass(frozen=True)
-class _Gate:
-    watch: Watch
-    gates: list[Tensor]
-    samples: list[int]
-    """How many samples the current batch has."""
+def _apply_gate(watch: Watch, gates: list[Tensor], batch: list[int], value: Tensor) -> Tensor:
+    """Every unit of every sample, of which the current batch has so many, times a gate of its own."""
+    axis = watch.site.axis % value.dim()
+    first = sample_axis(tuple(value.shape), axis, batch[0])
+    samples = 1 if first is None else batch[0]
+    gate = torch.ones(samples, watch.units, dtype=value.dtype, device=value.device).requires_grad_()
+    gates.append(gate)
+    padded = torch.cat([gate, torch.ones_like(gate[:, :1])], 1)[:, watch.where.to(value.device)]
+    if first is None:
+        return value * padded.view([-1 if a == axis else 1 for a in range(value.dim())])
+    windows = value.shape[first] // samples  # those of one sample share its gates
+    padded = padded.repeat_interleave(windows, 0)
+    shape = [n if a in (first, axis) else 1 for a, n in enumerate(value.shape)]
+    return value * (padded if first < axis else padded.T).reshape(shape)
 
-    def applied(self, value: Tensor) -> Tensor:
-        """Every unit of every sample times a gate of its own."""
-        axis = self.watch.site.axis % value.dim()
-        first = sample_axis(tuple(value.shape), axis, self.samples[0])
-        samples = 1 if first is None else self.samples[0]
-        gate = torch.ones(samples, self.watch.units, dtype=value.dtype, device=value.device).requires_grad_()
-        self.gates.append(gate)
-        padded = torch.cat([gate, torch.ones_like(gate[:, :1])], 1)[:, self.watch.where.to(value.device)]
-        if first is None:
-            return value * padded.view([-1 if a == axis else 1 for a in range(value.dim())])
-        windows = value.shape[first] // samples  # those of one sample share its gates
-        padded = padded.repeat_interleave(windows, 0)
-        shape = [n if a in (first, axis) else 1 for a, n in enumerate(value.shape)]
-        return value * (padded if first < axis else padded.T).reshape(shape)
+
+KINDS: tuple[type[Criterion], ...] = (Weight, Magnitude, Gradient, Taylor, SecondOrder, Movement, Random)
+"""Those of this file, in the order in which their names are listed."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spalier.criteria.criterion import Criterion, Normalise
-from spalier.criteria.probe import Batch, Probe, Record, Totals, Values, batches_of, watched
+from spalier.criteria.probe import Batch, Probe, Record, Values, watched
 from spalier.criteria.relevance import Relevance, latest
 from spalier.errors import ScoreError
 from spalier.pruning.modules import fold_into_
@@ -32,15 +32,12 @@ class LRP(Criterion):
         """A score for every unit that is left, by stream and layer."""
         twin = probe.twin(fused=not self.literal)
         fold_norms_(twin, probe)
-        watches = [probe.watch(site) for site in probe.sites()]
-        totals = Totals(watches)
-        with in_eval_mode(twin), watched(twin, watches, _absolute, values=False) as record:
-            for batch in batches_of(batches, probe.net, self.name):
-                with torch.inference_mode(False):
-                    explain(twin, batch, record)
-                totals.add(_or_nothing(record.take(), batch), batch)
-        probe.samples = totals.samples
-        return totals.means()
+        watches = probe.watches()
+        with (
+            in_eval_mode(twin),
+            watched(twin, watches, _absolute, values=False) as record,
+        ):
+            return probe.means(watches, batches, lambda batch: explain(twin, batch, record), what=self.name)
 
 
 def _or_nothing(values: list[Tensor | None], batch: Batch) -> list[Tensor | None]:
@@ -56,8 +53,8 @@ def _absolute(values: None, relevance: Tensor) -> Tensor:
     return relevance.abs().sum(1)
 
 
-def explain(twin: nn.Module, batch: Batch, record: Record) -> None:
-    """Send relevance 1 back from each sample's target."""
+def explain(twin: nn.Module, batch: Batch, record: Record) -> list[Tensor | None]:
+    """Send relevance 1 back from each sample's target; what came to each site."""
     labels = batch.kwargs.pop("labels", None)  # they are explained; the network's own loss is not asked for
     batch.targets = batch.targets or (() if labels is None else (labels,))
     record.start(batch.size)
@@ -75,6 +72,7 @@ def explain(twin: nn.Module, batch: Batch, record: Record) -> None:
             "softmax; let it return logits"
         )
     logits.backward(_one_hot(logits, batch))
+    return _or_nothing(record.take(), batch)
 
 
 def _logits(output: Any) -> Tensor:

@@ -1,8 +1,8 @@
 """What criteria look at: fused weights by unit, and what passes through a network while batches run.
 
 From top to bottom, as a batch goes: `Batch` is what a loader gave; `Watch` maps the channels at one site to units;
-`Record` holds what the hooks of `watched` measure in one batch; `Totals` adds batches up; `Probe` is what a criterion
-gets, and runs all of it.
+`Record` holds what the hooks of `watched` measure in one batch; `Probe` is what a criterion gets, runs all of it, and
+adds batches up.
 
 What runs is a fused copy in eval mode, never the network. Hooks on the network itself would cost no copy, but a
 Ctrl-C in the middle would leave them there, its gradients would be written, and relevance needs a copy to fold
@@ -28,7 +28,7 @@ from spalier.adapters.attachment import attachment_of, fused_value, is_marked, o
 from spalier.errors import ScoreError
 from spalier.pruning.modules import base_scale, run_attention
 from spalier.pruning.plan import Kept, kept_of
-from spalier.structure.graph import hooked, in_eval_mode
+from spalier.structure.graph import hooked
 from spalier.structure.sites import Side, Site, layer_name
 from spalier.structure.streams import kept_indices
 from spalier.structure.structure import Structure
@@ -41,37 +41,27 @@ class Batch:
     """One batch: ``(inputs, *targets)``, a dict of keyword arguments, or inputs alone."""
 
     def __init__(self, number: int, given: Any) -> None:
-        self.number = number
-        self.targets: tuple[Any, ...] = ()
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
-        if isinstance(given, Mapping):
-            self.kwargs = dict(given)
-        elif isinstance(given, tuple | list) and given:
-            inputs, self.targets = given[0], tuple(given[1:])
-            if isinstance(inputs, Mapping):
-                self.kwargs = dict(inputs)
-            else:
-                self.args = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-        elif isinstance(given, Tensor):
-            self.args = (given,)
-        else:
+        inputs, *targets = given if isinstance(given, tuple | list) and given else (given,)
+        if given is inputs and not isinstance(given, Mapping | Tensor):
             raise ScoreError(
                 f"batch {number} is a {type(given).__name__}, expected (inputs, targets), a dict of keyword arguments, "
                 "or a tensor"
             )
+        self.number, self.targets = number, tuple(targets)
+        self.kwargs: dict[str, Any] = dict(inputs) if isinstance(inputs, Mapping) else {}
+        several = inputs if isinstance(inputs, tuple | list) else (inputs,)
+        self.args: tuple[Any, ...] = () if isinstance(inputs, Mapping) else tuple(several)
 
     def to(self, net: nn.Module) -> Batch:
         """The batch where the network is, as tensors that can be differentiated through."""
-        self.args, self.kwargs, self.targets = tree_map_only(
-            Tensor, lambda t: t.clone() if t.is_inference() else t, (self.args, self.kwargs, self.targets)
-        )
-        first = next((t for t in (*net.parameters(), *net.buffers())), None)
-        if first is not None and first.device.type != "cpu":
-            device = first.device
-            self.args, self.kwargs, self.targets = tree_map_only(
-                Tensor, lambda t: t.to(device), (self.args, self.kwargs, self.targets)
-            )
+        first = next((t for t in (*net.parameters(), *net.buffers())), torch.empty(0))
+
+        def moved(tensor: Tensor) -> Tensor:
+            tensor = tensor.clone() if tensor.is_inference() else tensor
+            return tensor if first.device.type == "cpu" else tensor.to(first.device)
+
+        given = (self.args, self.kwargs, self.targets)
+        self.args, self.kwargs, self.targets = tree_map_only(Tensor, moved, given)
         return self
 
     @property
@@ -148,18 +138,17 @@ def _first_not_finite(net: nn.Module, batch: Batch) -> str:
     """Where NaN or infinity begins."""
     found: list[str] = []
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            tensors = (t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point())
-            if any(not torch.isfinite(t).all() for t in tensors):
-                found.append(name)
+    def is_broken(values: Any) -> bool:
+        tensors = (t for t in tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point())
+        return any(not torch.isfinite(t).all() for t in tensors)
 
-        return hook
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if is_broken(output):
+            found.append(name)
 
-    given = (t for t in tree_leaves((batch.args, batch.kwargs)) if isinstance(t, Tensor))
-    if any(t.is_floating_point() and not torch.isfinite(t).all() for t in given):
+    if is_broken((batch.args, batch.kwargs)):
         return ", its inputs are not finite"
-    handles = [m.register_forward_hook(note(n)) for n, m in net.named_modules() if n]
+    handles = [m.register_forward_hook(partial(note, n)) for n, m in net.named_modules() if n]
     with hooked(handles):
         batch.run(net)
     return f", first not finite at {found[0]!r}" if found else ""
@@ -338,23 +327,20 @@ def seeing(net: nn.Module, places: Iterable[tuple[str, Side, See]]) -> Iterator[
     for path, side, see in places:
         module = net.get_submodule(path)
         if side == "output":
-            handles.append(module.register_forward_hook(_of_output(see), prepend=True))
+            handles.append(module.register_forward_hook(partial(_see_output, see), prepend=True))
         else:
-            handles.append(module.register_forward_pre_hook(_of_input(see)))
+            handles.append(module.register_forward_pre_hook(partial(_see_input, see)))
     with hooked(handles):
         yield
 
 
-def _of_output(see: See) -> Callable[..., Any]:
-    return lambda module, args, output: see(output) if isinstance(output, Tensor) else None
+def _see_output(see: See, module: nn.Module, args: Any, output: Any) -> Any:
+    return see(output) if isinstance(output, Tensor) else None
 
 
-def _of_input(see: See) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: Any) -> Any:
-        found = see(args[0]) if args and isinstance(args[0], Tensor) else None
-        return None if found is None else (found, *args[1:])
-
-    return hook
+def _see_input(see: See, module: nn.Module, args: Any) -> Any:
+    found = see(args[0]) if args and isinstance(args[0], Tensor) else None
+    return None if found is None else (found, *args[1:])
 
 
 def mean_product(values: Tensor, gradients: Tensor) -> Tensor:
@@ -378,8 +364,6 @@ _LARGE = 1 << 17
 Place = tuple[int, str]
 """A stream's number, and the layer whose channels are looked at."""
 Values = dict[Place, Tensor]
-Measure = Callable[[Any, Any], Tensor]
-"""From values and gradients, (samples, positions, channels) or None, to (samples, channels)."""
 
 
 class Probe:
@@ -443,8 +427,11 @@ class Probe:
                 )
         return list(self.structure.sites)
 
-    def watch(self, site: Site) -> Watch:
-        """How a site is watched in the network as it is now."""
+    def watches(self) -> list[Watch]:
+        """How every site is watched in the network as it is now."""
+        return [self._watch(site) for site in self.sites()]
+
+    def _watch(self, site: Site) -> Watch:
         size = len(site.units[0][1])
         left = kept_indices(site.units, size, self.kept.streams)
         if site.writer in self.kept.writers and site.side == "output":
@@ -454,74 +441,46 @@ class Probe:
         where = np.where(units >= 0, np.searchsorted(alive, units), len(alive))
         return Watch(site, torch.from_numpy(where), len(alive))
 
-    def observe(
+    def means(
         self,
+        watches: list[Watch],
         batches: Any,
-        loss: Any,
-        measure: Measure,
+        one: Callable[[Batch], list[Tensor | None]],
         *,
         what: str,
-        gradients: bool = True,
-        values: bool = True,
         signed: bool = False,
         literal: bool = False,
     ) -> Values:
-        """Run batches through the twin and average what ``measure`` says of every site."""
-        twin = self.twin()
-        watches = [self.watch(site) for site in self.sites()]
-        totals = Totals(watches, signed)
-        with in_eval_mode(twin):
-            if literal:
-                for norm in (m for m in twin.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)):
-                    norm.training = True  # the published code scored in train mode
-            with watched(twin, watches, measure, gradients=gradients, values=values, before_norm=literal) as record:
-                for batch in batches_of(batches, self.net, what):
-                    self._observe_one(twin, batch, loss, record, gradients)
-                    totals.add(record.take(), batch, literal)
-        self.samples = totals.samples
-        return totals.means()
-
-    def _observe_one(self, twin: nn.Module, batch: Batch, loss: Any, record: Any, gradients: bool) -> None:
-        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
-            record.start(batch.size)
-            output = batch.run(twin)
-            if gradients:
-                value = loss_of(loss, output, batch, twin)
-                (value * batch.size).backward()  # the mean of all; here every sample counts as one
-
-
-class Totals:
-    """Sums over samples, in float64, checked batch by batch."""
-
-    def __init__(self, watches: list[Watch], signed: bool = False) -> None:
-        self.watches, self.signed = watches, signed
-        self.sums = [torch.zeros(watch.units, dtype=torch.float64) for watch in watches]
-        self.samples = 0
-
-    def add(self, values: list[Tensor | None], batch: Batch, literal: bool = False) -> None:
-        """One batch's numbers for every site, (samples, units); the literal definition sums before it takes values."""
-        for watch, total, value in zip(self.watches, self.sums, values, strict=True):
-            if value is None:
-                raise ScoreError(
-                    f"nothing came through {watch.site.module!r} in batch {batch.number}: no output of the network "
-                    "that the loss takes depends on it; use the inputs and the loss that the network was traced for"
-                )
-            if not torch.isfinite(value).all():
-                raise ScoreError(
-                    f"{watch.site.writer!r} has scores that are NaN or infinite in batch {batch.number}; look at that "
-                    "batch's inputs, or go back to sound weights"
-                )
-            total += (value if literal or self.signed else value.abs()).sum(0).to(total)
-        self.samples += batch.size
-
-    def means(self) -> Values:
-        """The mean over samples; layers that are seen at several places are added up."""
+        """The means over all samples of what ``one`` gives for each batch: (samples, units) for every site."""
+        sums, self.samples = [torch.zeros(watch.units, dtype=torch.float64) for watch in watches], 0
+        for batch in batches_of(batches, self.net, what):
+            with torch.inference_mode(False):
+                values = one(batch)
+            for watch, total, value in zip(watches, sums, values, strict=True):
+                seen = _checked(value, watch.site, batch)
+                # the literal definition sums before it takes absolute values
+                total += (seen if literal or signed else seen.abs()).sum(0).to(total)
+            self.samples += batch.size
         found: Values = {}
-        for watch, total in zip(self.watches, self.sums, strict=True):
+        for watch, total in zip(watches, sums, strict=True):  # layers that are seen at several places are added up
             place = watch.site.stream, watch.site.writer
-            value = (total if self.signed else total.abs()) / max(self.samples, 1)
-            found[place] = found[place] + value if place in found else value
+            found[place] = (total if signed else total.abs()) / max(self.samples, 1) + found.get(place, 0)
         return found
+
+
+def _checked(value: Tensor | None, site: Site, batch: Batch) -> Tensor:
+    """One batch's numbers for a site, (samples, units)."""
+    if value is None:
+        raise ScoreError(
+            f"nothing came through {site.module!r} in batch {batch.number}: no output of the network that the loss "
+            "takes depends on it; use the inputs and the loss that the network was traced for"
+        )
+    if not torch.isfinite(value).all():
+        raise ScoreError(
+            f"{site.writer!r} has scores that are NaN or infinite in batch {batch.number}; look at that batch's "
+            "inputs, or go back to sound weights"
+        )
+    return value
 
 
 def _open_(module: nn.Module) -> None:

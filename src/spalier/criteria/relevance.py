@@ -14,19 +14,21 @@ Anything else is refused by name. Sums are conserved but for biases of linear la
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spalier.errors import ScoreError
 
 EPSILON = 1e-6
 Run = Callable[[Tensor], Tensor]
-Share = Callable[[Tensor, Tensor], Tensor]
-"""From an operation's input and the relevance of its output to the relevance of its input."""
+Share = Callable[..., Sequence[Tensor | None]]
+"""From the relevance of an operation's output, and its inputs where they are kept, to the relevance of each."""
 
 
 class Relevance(TorchFunctionMode):
@@ -37,7 +39,7 @@ class Relevance(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = _latest(args), _latest(kwargs or {})
+        args, kwargs = tree_map_only(Tensor, latest, (args, kwargs or {}))
         name = _name(func)
         # "get" reads an attribute such as x.shape; without relevance on the way PyTorch's own function will do
         if name == "get" or not _carries(args, kwargs):
@@ -63,20 +65,11 @@ _NOW = "_spalier_now"
 """The attribute of a tensor that was written into: what it has become."""
 
 
-def _latest(values: Any) -> Any:
-    if isinstance(values, Tensor):
-        while _NOW in values.__dict__:
-            values = values.__dict__[_NOW]
-        return values
-    if type(values) in (tuple, list):
-        return type(values)(_latest(v) for v in values)
-    return {key: _latest(v) for key, v in values.items()} if type(values) is dict else values
-
-
 def latest(tensor: Tensor) -> Tensor:
     """What a tensor has become in the course of a run."""
-    found: Tensor = _latest(tensor)
-    return found
+    while _NOW in tensor.__dict__:
+        tensor = tensor.__dict__[_NOW]
+    return tensor
 
 
 def _writes(func: Any, args: Any, kwargs: Any) -> bool:
@@ -101,122 +94,71 @@ def _name(func: Any) -> str:
 
 
 _SPELLINGS = {
-    "iadd": "add",
-    "radd": "add",
-    "isub": "sub",
+    **dict.fromkeys(("iadd", "radd"), "add"),
+    **dict.fromkeys(("isub", "subtract"), "sub"),
     "rsub": "rsub",
-    "subtract": "sub",
-    "imul": "mul",
-    "rmul": "mul",
-    "multiply": "mul",
-    "truediv": "div",
-    "itruediv": "div",
-    "divide": "div",
-    "true_divide": "div",
+    **dict.fromkeys(("imul", "rmul", "multiply"), "mul"),
+    **dict.fromkeys(("truediv", "itruediv", "divide", "true_divide"), "div"),
 }
 
 
 def _carries(*values: Any) -> bool:
     """True where relevance can pass through some tensor."""
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.requires_grad:
-                return True
-        elif isinstance(value, tuple | list):
-            if _carries(*value):
-                return True
-        elif isinstance(value, dict) and _carries(*value.values()):
-            return True
-    return False
+    return any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves(values))
 
 
-class _Shared(torch.autograd.Function):
-    """Any operation of one input, and how its relevance is shared out."""
+class _Rule(torch.autograd.Function):
+    """Any operation, and how the relevance of its output is shared out over its inputs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, run: Run, share: Share) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(ctx: Any, run: Callable[..., Tensor], share: Share, keeps: bool, *inputs: Tensor) -> Tensor:
         ctx.share = share
-        return run(x)
+        if keeps:
+            ctx.save_for_backward(*inputs)
+        return run(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *relevance: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return ctx.share(x, relevance[0]), None, None
+        return None, None, None, *ctx.share(relevance[0], *ctx.saved_tensors)
 
 
-class _Passed(torch.autograd.Function):
-    """An operation that hands on relevance as it is; its input need not be kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, run: Run) -> Tensor:
-        return run(x)
-
-    @staticmethod
-    def backward(ctx: Any, *relevance: Tensor) -> Any:
-        return relevance[0], None
+def _shared(run: Callable[..., Tensor], share: Share, *inputs: Tensor) -> Tensor:
+    made: Tensor = _Rule.apply(run, share, True, *inputs)  # type: ignore[no-untyped-call]
+    return made
 
 
-class _Sum(torch.autograd.Function):
+def _passed(run: Callable[..., Tensor], *inputs: Tensor, shares: Sequence[float] = (1.0,)) -> Tensor:
+    """Hand relevance on as it is, or a share of it to each of several inputs, which need not be kept."""
+    shapes = [x.shape for x in inputs]
+
+    def share(relevance: Tensor) -> list[Tensor | None]:
+        if shares == (1.0,):
+            return [relevance]
+        sizes = zip(shares, shapes, strict=True)
+        return [(relevance * part).sum_to_size(shape) if part else None for part, shape in sizes]
+
+    made: Tensor = _Rule.apply(run, share, False, *inputs)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _by_size(relevance: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Two terms, each with its share of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return a + b
-
-    @staticmethod
-    def backward(ctx: Any, *relevance: Tensor) -> Any:
-        a, b = ctx.saved_tensors
-        # formed again instead of kept: a sum costs less than the memory of one more activation
-        share = _over(relevance[0], a + b)
-        wants_a, wants_b = ctx.needs_input_grad
-        return (
-            (a * share).sum_to_size(a.shape) if wants_a else None,
-            (b * share).sum_to_size(b.shape) if wants_b else None,
-        )
+    # formed again instead of kept: a sum costs less than the memory of one more activation
+    share = _over(relevance, a + b)
+    return (a * share).sum_to_size(a.shape), (b * share).sum_to_size(b.shape)
 
 
-class _Product(torch.autograd.Function):
-    """Two signals multiplied; each gets its share of the relevance."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, shares: tuple[float, float]) -> Tensor:
-        ctx.shares, ctx.shapes = shares, (a.shape, b.shape)
-        return a * b
-
-    @staticmethod
-    def backward(ctx: Any, *relevance: Tensor) -> Any:
-        given = [
-            (relevance[0] * share).sum_to_size(shape) if share else None
-            for share, shape in zip(ctx.shares, ctx.shapes, strict=True)
-        ]
-        return (*given, None)
-
-
-class _Bilinear(torch.autograd.Function):
+def _in_halves(func: Any) -> Share:
     """Two signals contracted with each other; each gets half, by what it contributed."""
 
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, func: Any) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.func = func
-        made: Tensor = func(a, b)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *relevance: Tensor) -> Any:
-        a, b = ctx.saved_tensors
+    def share(relevance: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (a, b)]
-            z = ctx.func(*leaves)
-            sent = torch.autograd.grad(z, leaves, _over(relevance[0], z.detach().clone()) / 2)
-        return a * sent[0], b * sent[1], None
+            z = func(*leaves)
+            sent = torch.autograd.grad(z, leaves, _over(relevance, z.detach().clone()) / 2)
+        return a * sent[0], b * sent[1]
 
-
-def _apply(function: Any, *args: Any) -> Tensor:
-    made: Tensor = function.apply(*args)
-    return made
+    return share
 
 
 def _over(relevance: Tensor, z: Tensor) -> Tensor:
@@ -242,16 +184,16 @@ def _times(sent: Tensor, x: Tensor) -> Tensor:
 
 def _epsilon(linear: Run) -> Share:
     """Each input gets what it contributed, over the sum of all contributions."""
-    return lambda x, relevance: _back(linear, x, lambda z: _over(relevance, z.clone()))
+    return lambda relevance, x: [_back(linear, x, lambda z: _over(relevance, z.clone()))]
 
 
 def _alpha_beta(run: Callable[[Tensor, Tensor], Tensor], weight: Tensor) -> Share:
     """Only contributions of the right sign count: positive with positive, negative with negative."""
 
-    def share(x: Tensor, relevance: Tensor) -> Tensor:
+    def share(relevance: Tensor, x: Tensor) -> list[Tensor]:
         positive = weight.clamp(min=0)
         if _is_positive(x):  # behind a rectifier; no contribution is negative then
-            return _back(lambda v: run(v, positive), x, lambda z: torch.div(relevance, z.add_(EPSILON), out=z))
+            return [_back(lambda v: run(v, positive), x, lambda z: torch.div(relevance, z.add_(EPSILON), out=z))]
         parts = [(x.clamp(min=0), positive), (x.clamp(max=0), weight.clamp(max=0))]
         with torch.enable_grad():
             leaves = [part.requires_grad_() for part, _ in parts]
@@ -259,7 +201,7 @@ def _alpha_beta(run: Callable[[Tensor, Tensor], Tensor], weight: Tensor) -> Shar
             # both parts are sums of products of equal signs, so z is positive and epsilon needs no sign
             above = relevance / (z[0] + z[1]).detach().add_(EPSILON)
             sent = torch.autograd.grad(z, leaves, [above, above])
-        return _times(sent[0], leaves[0].detach()).add_(sent[1] * leaves[1].detach())
+        return [_times(sent[0], leaves[0].detach()).add_(sent[1] * leaves[1].detach())]
 
     return share
 
@@ -278,12 +220,8 @@ Rule = Callable[..., Any]
 def _convolution(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
     if not x.requires_grad or weight.requires_grad:
         raise ScoreError("lrp has no rule for a convolution whose kernel is computed; use another criterion")
-    return _apply(
-        _Shared,
-        x,
-        lambda v: func(v, weight, bias, *args, **kwargs),
-        _alpha_beta(lambda v, w: func(v, w, None, *args, **kwargs), weight),
-    )
+    share = _alpha_beta(lambda v, w: func(v, w, None, *args, **kwargs), weight)
+    return _shared(lambda v: func(v, weight, bias, *args, **kwargs), share, x)
 
 
 def _linear(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -295,7 +233,7 @@ def _linear(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         made: Tensor = func(v, *args, **kwargs)
         return made
 
-    return _apply(_Shared, x, run, _epsilon(run))
+    return _shared(run, _epsilon(run), x)
 
 
 def _matmul(func: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -303,7 +241,7 @@ def _matmul(func: Any, a: Tensor, b: Tensor) -> Tensor:
         return _linear(func, a, b)
     if not a.requires_grad:
         return _linear(lambda v, u: func(u, v), b, a)
-    return _apply(_Bilinear, a, b, func)
+    return _shared(func, _in_halves(func), a, b)
 
 
 def _addmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
@@ -317,7 +255,8 @@ def _einsum(func: Any, equation: str, *operands: Any) -> Tensor:
     given = list(operands[0] if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands)
     carrying = [i for i, x in enumerate(given) if x.requires_grad]
     if len(carrying) == 2 and len(given) == 2:
-        return _apply(_Bilinear, *given, lambda a, b: func(equation, a, b))
+        product = partial(func, equation)
+        return _shared(product, _in_halves(product), *given)
     if len(carrying) > 1:
         raise ScoreError("lrp has no rule for 'einsum' of several signals; use another criterion")
     place = carrying[0]
@@ -343,7 +282,7 @@ def _pass(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
     others, named = _detached(args), _detached(kwargs)
     named.pop("inplace", None)
     run = _out_of_place(func)
-    return _apply(_Passed, x, lambda v: run(v, *_without_inplace(run, others), **named))
+    return _passed(lambda v: run(v, *_without_inplace(run, others), **named), x)
 
 
 def _constant(func: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -366,8 +305,8 @@ def _summed(a: Any, b: Any) -> Tensor:
     if not isinstance(a, Tensor):
         a, b = b, a
     if not isinstance(b, Tensor):  # a number shifts every entry alike
-        return _apply(_Passed, a, lambda v: v + b)
-    return _apply(_Sum, a, b)
+        return _passed(lambda v: v + b, a)
+    return _shared(torch.add, _by_size, a, b)
 
 
 def _sub(func: Any, a: Any, b: Any, *, alpha: float = 1) -> Tensor:
@@ -378,19 +317,17 @@ def _scaled(x: Any, by: float) -> Any:
     """A multiple of something explains as much as it."""
     if by == 1:
         return x
-    return _apply(_Passed, x, lambda v: v * by) if isinstance(x, Tensor) and x.requires_grad else x * by
+    return _passed(lambda v: v * by, x) if isinstance(x, Tensor) and x.requires_grad else x * by
 
 
 def _mul(func: Any, a: Any, b: Any, **kwargs: Any) -> Tensor:
     if not isinstance(a, Tensor) or not a.requires_grad:
         a, b = b, a
     if not isinstance(b, Tensor) or not b.requires_grad:
-        return _apply(_Passed, a, lambda v: v * b) if _same_shape(a, b) else _apply(_Product, a, b, (1.0, 0.0))
+        return _passed(lambda v: v * b, a) if _same_shape(a, b) else _passed(torch.mul, a, b, shares=(1.0, 0.0))
     # a gate, as in squeeze-and-excitation, has fewer numbers than what it gates
-    if a.numel() == b.numel():
-        return _apply(_Product, a, b, (0.5, 0.5))
-    shares = (1.0, 0.0) if a.numel() > b.numel() else (0.0, 1.0)
-    return _apply(_Product, a, b, shares)
+    shares = (0.5, 0.5) if a.numel() == b.numel() else (1.0, 0.0) if a.numel() > b.numel() else (0.0, 1.0)
+    return _passed(torch.mul, a, b, shares=shares)
 
 
 def _same_shape(a: Tensor, b: Any) -> bool:
@@ -406,13 +343,7 @@ def _div(func: Any, a: Any, b: Any, **kwargs: Any) -> Tensor:
 
 
 def _detached(values: Any) -> Any:
-    if isinstance(values, Tensor):
-        return values.detach()
-    if isinstance(values, tuple | list):
-        return type(values)(_detached(v) for v in values)
-    if isinstance(values, dict):
-        return {key: _detached(value) for key, value in values.items()}
-    return values
+    return tree_map_only(Tensor, Tensor.detach, values)
 
 
 def _out_of_place(func: Any) -> Any:

@@ -15,17 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from spalier.criteria.criterion import (
-    Criterion,
-    Gradient,
-    Magnitude,
-    Movement,
-    Normalise,
-    Random,
-    SecondOrder,
-    Taylor,
-    Weight,
-)
+from spalier.criteria.criterion import KINDS, Criterion, Normalise
 from spalier.criteria.lrp import LRP
 from spalier.criteria.probe import Batches, Probe, Values
 from spalier.distributed import summed_over_ranks
@@ -112,16 +102,7 @@ def normalised(scores: Floats, how: Normalise) -> Floats:
     return scores / size if size > 0 else scores.copy()
 
 
-CRITERIA: dict[str, Callable[[], Criterion]] = {
-    "weight": Weight,
-    "magnitude": Magnitude,
-    "gradient": Gradient,
-    "taylor": Taylor,
-    "lrp": LRP,
-    "second_order": SecondOrder,
-    "movement": Movement,
-    "random": Random,
-}
+CRITERIA: dict[str, Callable[[], Criterion]] = {kind().name: kind for kind in (*KINDS[:4], LRP, *KINDS[4:])}
 
 
 def score(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import as_strided
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
@@ -104,16 +104,16 @@ class Data:
         >>> len(data.train), len(data.validation), data.shape, data.classes
         (16, 4, (3, 8, 8), ('0', '1'))
         """
-        dataset = _dataset(train, "training")
-        names = class_names(dataset, classes)
-        splits = {"training": DatasetSplit(dataset, "training", len(names))}
-        if test is not None:
-            splits["test"] = DatasetSplit(_dataset(test, "test"), "test", len(names))
-        if isinstance(validation, (int, float)):
-            share = check_share(validation)
-            splits |= _hold_out(splits["training"], len(names), share, check_integer("seed", seed))
-        elif validation is not None:
-            splits["validation"] = DatasetSplit(_dataset(validation, "validation"), "validation", len(names))
+        names = class_names(_dataset(train, "training"), classes)
+        is_share = isinstance(validation, int | float)
+        given = {"training": train, "test": test, "validation": None if is_share else validation}
+        splits = {
+            part: DatasetSplit(_dataset(each, part), part, len(names))
+            for part, each in given.items()
+            if each is not None
+        }
+        if is_share:
+            splits |= _hold_out(splits["training"], len(names), check_share(validation), check_integer("seed", seed))
         shape = splits["training"].shape
         for split in splits.values():
             if split.shape != shape:
@@ -459,6 +459,7 @@ class Offsets(NamedTuple):
         return Offsets(self.tops[indices], self.lefts[indices], self.flips[indices])
 
 
+@lru_cache(maxsize=4)
 def draw_offsets(preprocessing: Preprocessing, count: int, seed: int, epoch: int) -> Offsets:
     """Crops and flips of all samples for one epoch, drawn at once."""
     numbers = generator(seed, epoch, OFFSETS)
@@ -483,14 +484,8 @@ def crop(images: Images, tops: Ints, lefts: Ints, size: int) -> Images:
     """One window of each image: (n, h, w, 3) to (n, size, size, 3)."""
     count, height, width, channels = images.shape
     flat = np.ascontiguousarray(images).reshape(count, height, width * channels)
-    image, row, byte = flat.strides
     # A view of every window. The rows of a window lie in one piece, so that numpy copies whole rows.
-    windows = as_strided(
-        flat,
-        (count, height - size + 1, width - size + 1, size, size * channels),
-        (image, row, channels * byte, row, byte),
-        writeable=False,
-    )
+    windows = sliding_window_view(flat, (size, size * channels), (1, 2))[:, :, ::channels]
     return windows[np.arange(count), tops, lefts].reshape(count, size, size, channels)
 
 
@@ -522,7 +517,6 @@ class ArraySplit:
 
     def __init__(self, images: Images, rows: Ints, labels: Ints, preprocessing: Preprocessing) -> None:
         self.images, self.rows, self.labels, self.preprocessing = images, rows, labels, preprocessing
-        self._drawn: tuple[tuple[int, int], Offsets] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -534,12 +528,7 @@ class ArraySplit:
         if epoch is None:
             images = center_crop(images, self.preprocessing.size)
         else:
-            images = augment_batch(images, self._offsets(seed, epoch).at(indices), self.preprocessing)
+            # the crops of an epoch are kept for its next batch
+            offsets = draw_offsets(self.preprocessing, len(self), seed, epoch)
+            images = augment_batch(images, offsets.at(indices), self.preprocessing)
         return normalize(images, self.preprocessing), labels
-
-    def _offsets(self, seed: int, epoch: int) -> Offsets:
-        """The crops of an epoch, kept for its next batch."""
-        key, drawn = (seed, epoch), self._drawn
-        if drawn is None or drawn[0] != key:
-            drawn = self._drawn = (key, draw_offsets(self.preprocessing, len(self), seed, epoch))
-        return drawn[1]

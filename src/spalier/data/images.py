@@ -1,19 +1,13 @@
-"""Image files: found in folders by class, checked, and decoded once into square arrays of bytes.
-
-The arrays are in memory, or in a file that is mapped.
-"""
+"""Image files: found in folders by class, checked, and decoded once into square arrays of bytes."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
-import logging
 import os
 import re
 import stat
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from spalier.data.data import BadFile, Images, Ints, digest, held_out, limited
+from spalier.data.data import BadFile, Data, Images, Ints, Split, digest, held_out, limited
 from spalier.errors import ConfigError, DataError
 from spalier.text import first_few, import_optional, printable
 
@@ -39,9 +33,7 @@ SPLIT_NAMES = {
 }
 """What folders, and splits of other libraries, are called; the first is what messages say."""
 MAX_FILE_BYTES = 256 * 2**20
-CACHE_VERSION = 2
 _LOOKS = 11  # images whose size is looked at
-"""Of what decoding does; a new number makes caches anew."""
 _TEST_SHARE, _TEST_SEED = 0.2, 2023
 _LISTED = 20  # bad files that an error shows; it counts the rest
 _IMAGE_NAME = re.compile(r"\.(jpe?g|jpe|jfif|mpo|png|gif|bmp|webp|tiff?|p[bgnp]m|avif|jp2)$", re.IGNORECASE)
@@ -50,11 +42,10 @@ _CLUTTER = {"thumbs.db", "desktop.ini", "_ds_store", "__macosx"}
 
 @dataclass(frozen=True)
 class File:
-    """A sample that can be read: bytes or an image of Pillow, or a text. ``stamp`` changes when its contents do."""
+    """A sample that can be read: bytes or an image of Pillow, or a text."""
 
     name: str
     read: Callable[[], Any]
-    stamp: str
     size: int = 0
 
 
@@ -143,6 +134,22 @@ class Samples:
         single = [self.classes[i] for i in np.flatnonzero(counts == 1)]
         note = (f"validation: none of {first_few(single)}, of one sample each",) if single else ()
         return replace(self._held_out(share, seed, VALIDATION), notes=(*self.notes, *note))
+
+    def to_data(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        preprocessing: dict[str, Any],
+        make: Callable[[Ints], Split],
+        contents: Iterable[str],
+    ) -> Data:
+        """The data of these samples, where ``make`` gives the split of some of them; the digest is of ``contents``."""
+        train, *others = (make(np.flatnonzero(self.splits == split)) for split in (TRAIN, VALIDATION, TEST))
+        validation, test = (split if len(split) else None for split in others)
+        *first, said = contents
+        found = digest(*first, self.labels, self.splits, said, *self.classes)
+        splits = (train, validation, test)
+        return Data(name, self.classes, shape, *splits, preprocessing, found, skipped=self.bad, notes=self.notes)
 
     def _held_out(self, share: float, seed: int, split: int) -> Samples:
         splits, training = self.splits.copy(), np.flatnonzero(self.splits == TRAIN)
@@ -250,7 +257,7 @@ def _walk(path: Path, name: str, seen: set[tuple[int, int]]) -> Iterator[File | 
     try:
         found = path.stat()
         if stat.S_ISREG(found.st_mode):
-            yield File(name, path.read_bytes, str(found.st_mtime_ns), found.st_size)
+            yield File(name, path.read_bytes, found.st_size)
         elif not stat.S_ISDIR(found.st_mode):  # pipes and devices are never opened
             yield BadFile(name, "not a regular file")
         elif (found.st_dev, found.st_ino) in seen:
@@ -297,18 +304,16 @@ class Decoded:
     digests: Sequence[str]
 
 
-def decode_files(files: Sequence[File], side: int, cache_folder: str | os.PathLike[str] | None) -> Decoded:
-    """Read and decode all files, or take what a cache has of exactly these."""
+def decode_files(files: Sequence[File], side: int) -> Decoded:
+    """Read and decode all files."""
     pillow()  # a missing library is no fault of the first file
     shape = (len(files), side, side, 3)
     try:
-        if cache_folder is None:
-            return _decode_into(np.zeros(shape, np.uint8), files)
-        return _decode_with_cache(files, shape, Path(cache_folder).expanduser())
+        return _decode_into(np.zeros(shape, np.uint8), files)
     except MemoryError as error:
         raise DataError(
-            f"memory ran out: {len(files):,} images of {side}x{side} take {np.prod(shape):,} bytes; pass "
-            "cache_folder= to keep them in a file, a smaller image_size, or max_train_samples"
+            f"memory ran out: {len(files):,} images of {side}x{side} take {np.prod(shape):,} bytes; pass a smaller "
+            "image_size, max_train_samples, or Data.of(dataset), which reads images as they are needed"
         ) from error
 
 
@@ -343,49 +348,6 @@ def _decode_into(images: Images, files: Sequence[File]) -> Decoded:
         finally:
             threads.shutdown(cancel_futures=True)  # an interrupt does not wait for all the rest
     return Decoded(images, wrong, digests)
-
-
-def _decode_with_cache(files: Sequence[File], shape: tuple[int, ...], folder: Path) -> Decoded:
-    """Images in an ``.npy`` file that is mapped, beside a record of what they were made of."""
-    listing = (f"{file.name}\0{file.size}\0{file.stamp}" for file in files)
-    key = digest(f"{CACHE_VERSION}\0{shape[1]}", *listing)
-    array, record = folder / f"{key[:24]}.npy", folder / f"{key[:24]}.json"
-    if record.exists():
-        try:
-            return _read_cache(array, record, key, shape)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            text = printable(f"{type(error).__name__}: {error}")
-            logging.getLogger("spalier").warning("the cache %s is made anew: %s", printable(array), text)
-    scratch = array.with_name(f".{array.name}.{os.getpid()}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        images = np.lib.format.open_memmap(scratch, "w+", np.uint8, shape)
-        if hasattr(os, "posix_fallocate"):  # take the space now: a disk that is full later would kill the process
-            with scratch.open("r+b") as file:
-                os.posix_fallocate(file.fileno(), 0, scratch.stat().st_size)
-        decoded = _decode_into(images, files)
-        if decoded.wrong:  # nothing is kept: bad files are looked at again next time
-            return decoded
-        images.flush()
-        scratch.replace(array)
-        record.write_text(json.dumps({"key": key, "digests": decoded.digests}) + "\n")
-        return _read_cache(array, record, key, shape)
-    except OSError as error:
-        raise DataError(
-            f"the cache {printable(folder)} cannot be written: {error.strerror or error}; it needs "
-            f"{np.prod(shape):,} bytes: pass another cache_folder, or none to hold the images in memory"
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):  # there may be no such file or folder
-            scratch.unlink()
-
-
-def _read_cache(array: Path, record: Path, key: str, shape: tuple[int, ...]) -> Decoded:
-    found = json.loads(record.read_text())
-    images = np.load(array, mmap_mode="r", allow_pickle=False)
-    if found["key"] != key or images.shape != shape or images.dtype != np.uint8:
-        raise ValueError("it is of other images")
-    return Decoded(images, {}, found["digests"])
 
 
 # -- decoding ---------------------------------------------------------------------------------------------------------

@@ -201,7 +201,10 @@ def _dead_worker_explained(loader: Loader) -> Iterator[None]:
     except (RuntimeError, OSError, EOFError) as error:  # EOFError: it died while it handed a batch over
         if isinstance(error, RuntimeError) and "worker" not in str(error):
             raise
-        exits = _exits(loader) or str(error).partition("\n")[0] or type(error).__name__
+        running = None if loader._loader is None else loader._loader._iterator
+        codes = {worker.exitcode for worker in getattr(running, "_workers", ())}
+        ends = sorted(signal.Signals(-c).name if c < 0 else f"exit code {c}" for c in codes if c)
+        exits = ", ".join(ends) or str(error).partition("\n")[0] or type(error).__name__
         loader.close()
         raise DataError(
             f"a data-loader worker died ({exits}); memory may have run out, /dev/shm may "
@@ -210,24 +213,14 @@ def _dead_worker_explained(loader: Loader) -> Iterator[None]:
         ) from error
 
 
-def _exits(loader: Loader) -> str:
-    """How the dead workers ended: signals and exit codes."""
-    running = None if loader._loader is None else loader._loader._iterator
-    codes = [worker.exitcode for worker in getattr(running, "_workers", ())]
-    exits = [signal.Signals(-c).name if c < 0 else f"exit code {c}" for c in codes if c]
-    return ", ".join(sorted(set(exits)))
-
-
 @contextmanager
 def _signal_handler_kept() -> Iterator[None]:
     """Remove the handler that PyTorch sets: when a worker dies, it raises in the middle of whatever runs.
 
     Without it, the call that waits for a batch notices some seconds later.
     """
-    if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.getsignal(signal.SIGCHLD)
+    is_main = hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGCHLD) if is_main else None
     try:
         yield
     finally:

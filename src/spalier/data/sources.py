@@ -22,14 +22,12 @@ from spalier.data.data import (
     check_labels,
     check_share,
     class_names,
-    digest,
     gather_labels,
 )
 from spalier.data.images import (
     SPLIT_NAMES,
     TEST,
     TRAIN,
-    VALIDATION,
     File,
     Samples,
     decode_files,
@@ -37,7 +35,7 @@ from spalier.data.images import (
     pillow,
     usual_size,
 )
-from spalier.data.texts import LABEL_COLUMNS, TEXT_COLUMNS, column_of, find_texts, text_data, to_samples
+from spalier.data.texts import columns_of, find_texts, text_data, to_samples
 from spalier.errors import ConfigError, DataError
 from spalier.text import check_integer, first_few, import_optional, printable
 
@@ -55,7 +53,6 @@ def open_data(
     seed: int = 0,
     skip_bad: bool = False,
     labels: bool = True,
-    cache_folder: str | os.PathLike[str] | None = None,
     max_train_samples: int | None = None,
     classes: Sequence[str] | None = None,
     download: bool = False,
@@ -75,7 +72,6 @@ def open_data(
         seed: draws the validation split, and the samples that ``max_train_samples`` leaves.
         skip_bad: leave out files that cannot be used, and record them, instead of an error that lists them.
         labels: False takes images without classes.
-        cache_folder: a folder for decoded images, which are otherwise held in memory.
         max_train_samples: at most so many training samples, of all classes, validation included.
         classes: only these classes, numbered in this order.
         download: let torchvision download a set that is not there.
@@ -102,27 +98,20 @@ def open_data(
     samples = limited(samples)
     if not len(samples) and not samples.bad:
         raise DataError(f"{printable(name)} has no images at all; expected some")
-    decoded = decode_files(samples.files, preprocessing.stored, cache_folder)
+    decoded = decode_files(samples.files, preprocessing.stored)
     wrong = [BadFile(samples.files[i].name, reason) for i, reason in sorted(decoded.wrong.items())]
     # Rows of the images that can be used: nothing is copied to leave out a few.
     rows = np.array([i for i in range(len(samples)) if i not in decoded.wrong], np.int64)
     samples = replace(samples.at(rows), bad=(*samples.bad, *wrong))
     samples.check(name, "images", skip_bad)
     samples = samples.with_validation(share, seed)
-    chosen = [np.flatnonzero(samples.splits == split) for split in (TRAIN, VALIDATION, TEST)]
-    train, validation, test = (ArraySplit(decoded.images, rows[at], samples.labels[at], preprocessing) for at in chosen)
-    contents = (f"{file.name}\0{decoded.digests[i]}" for i, file in zip(rows, samples.files, strict=True))
-    return Data(
-        name=name,
-        classes=samples.classes,
-        shape=(3, preprocessing.size, preprocessing.size),
-        train=train,
-        validation=validation if len(validation) else None,
-        test=test if len(test) else None,
-        preprocessing=preprocessing.as_dict(),
-        digest=digest(*contents, samples.labels, samples.splits, str(preprocessing), *samples.classes),
-        skipped=samples.bad,
-        notes=samples.notes,
+    contents = [f"{file.name}\0{decoded.digests[i]}" for i, file in zip(rows, samples.files, strict=True)]
+    return samples.to_data(
+        name,
+        (3, preprocessing.size, preprocessing.size),
+        preprocessing.as_dict(),
+        lambda at: ArraySplit(decoded.images, rows[at], samples.labels[at], preprocessing),
+        [*contents, str(preprocessing)],
     )
 
 
@@ -170,8 +159,7 @@ def _find_texts(
     library = import_optional("datasets", f"hf:{printable(rest)}", DataError)
     splits = _hugging_face_splits(library, rest)
     features = splits[TRAIN].features
-    text = column_of(name, list(features), text_column, TEXT_COLUMNS, "text_column")
-    label = column_of(name, list(features), label_column, LABEL_COLUMNS, "label_column") if labels else ""
+    text, label = columns_of(name, list(features), text_column, label_column, labels=labels)
     classes = getattr(features[label], "names", None) if labels else None
     rows = (
         (split, f"{SPLIT_NAMES[split][0]}/{i}", words, said)
@@ -195,7 +183,7 @@ def _digits() -> Samples:
     """scikit-learn's handwritten digits: 1,797 images of 8x8 that come with the library."""
     found = import_optional("sklearn.datasets", "the data set digits", DataError).load_digits()
     images = np.round(found.images * (255 / 16)).astype(np.uint8)  # 0..16 to 0..255
-    files = tuple(File(str(i), partial(pillow().fromarray, image), "digits") for i, image in enumerate(images))
+    files = tuple(File(str(i), partial(pillow().fromarray, image)) for i, image in enumerate(images))
     labels = found.target.astype(np.int64)
     return Samples(tuple("0123456789"), labels, np.full(len(labels), TRAIN), files).with_test()
 
@@ -218,9 +206,8 @@ def _torchvision(name: str, folder: Path, size: int | None, download: bool) -> t
         )
     labels = np.concatenate([gather_labels(dataset, f"torchvision:{name}") for dataset in splits.values()])
     classes = class_names(splits[TRAIN])
-    # Published sets do not change, so that a cache may know an image by the set and its number.
     files = tuple(
-        File(f"{SPLIT_NAMES[split][0]}/{i}", partial(_image_at, dataset, i), f"torchvision:{name}")
+        File(f"{SPLIT_NAMES[split][0]}/{i}", partial(_image_at, dataset, i))
         for split, dataset in splits.items()
         for i in range(len(dataset))
     )
@@ -330,7 +317,7 @@ def _rows(library: Any, rows: Any, split: str, image: str) -> Iterator[File]:
     """The images of a split as they are stored: decoding them is ours, with its checks."""
     stored = rows.select_columns([image]).cast_column(image, library.Image(decode=False))
     for i in range(len(rows)):
-        yield File(f"{split}/{i}", partial(_row_bytes, stored, i, image), stored._fingerprint)
+        yield File(f"{split}/{i}", partial(_row_bytes, stored, i, image))
 
 
 def _row_bytes(rows: Any, index: int, image: str) -> bytes:

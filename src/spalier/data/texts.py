@@ -11,7 +11,6 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from spalier.data.images import SPLIT_NAMES, TEST, TRAIN, VALIDATION, File, Samp
 from spalier.errors import DataError
 from spalier.inputs import Inputs
 from spalier.networks import quiet_transformers
-from spalier.text import check_integer, first_few, import_optional, printable
+from spalier.text import check_integer, close_names, first_few, import_optional, printable
 
 TEXT_COLUMNS = ("text", "sentence", "question", "content", "review", "utterance", "query", "document", "title")
 LABEL_COLUMNS = ("label", "class", "category", "intent", "target", "sentiment", "topic")
@@ -205,27 +204,16 @@ def text_data(
     ids, cut = loaded.encode(texts, most)
     if cut:
         samples = samples.with_note(f"{cut:,} of {len(ids):,} texts are longer than {most} tokens, and cut")
-    splits = []
-    for split in (TRAIN, VALIDATION, TEST):
-        rows = np.flatnonzero(samples.splits == split)
-        splits.append(TextSplit([ids[i] for i in rows], [texts[i] for i in rows], samples.labels[rows], loaded.pad))
-    train, validation, test = splits
+    lengths = [len(row) for row, split in zip(ids, samples.splits, strict=True) if split == TRAIN]
     # what costs and latency are stated for: the typical text, in whole vectors of numbers
-    length = min(most, 8 * -(-int(np.median(train.lengths)) // 8))
+    length = min(most, 8 * -(-int(np.median(lengths)) // 8))
     preprocessing = {"kind": "text", "max_length": most, "tokens": length, "tokenizer": loaded.name}
     preprocessing["tokenizer_digest"] = loaded.digest
-    return Data(
-        name=name,
-        classes=samples.classes,
-        shape=(length,),
-        train=train,
-        validation=validation if len(validation) else None,
-        test=test if len(test) else None,
-        preprocessing=preprocessing,
-        digest=digest(*texts, samples.labels, samples.splits, json.dumps(preprocessing), *samples.classes),
-        skipped=samples.bad,
-        notes=samples.notes,
-    )
+
+    def make(rows: Ints) -> TextSplit:
+        return TextSplit([ids[i] for i in rows], [texts[i] for i in rows], samples.labels[rows], loaded.pad)
+
+    return samples.to_data(name, (length,), preprocessing, make, [*texts, json.dumps(preprocessing)])
 
 
 def _without_too_long(samples: Samples, max_length: int) -> Samples:
@@ -259,7 +247,7 @@ def to_samples(rows: Iterable[Row], classes: Sequence[str] | None = None, labels
         names if labels else (),
         np.array([numbers[row[3]] if labels else -1 for row in known], np.int64),
         np.array([row[0] for row in known], np.int64),
-        tuple(File(place, partial(str, text), "", len(text)) for _, place, text, _ in known),
+        tuple(File(place, partial(str, text), len(text)) for _, place, text, _ in known),
         bad=tuple(bad),
     )
 
@@ -291,9 +279,8 @@ def _is_unicode(text: str) -> bool:
 
 def _in_order(names: set[str]) -> tuple[str, ...]:
     """By number, where all are numbers: 2 before 10."""
-    if all(name.isdecimal() for name in names):
-        return tuple(sorted(names, key=lambda name: (int(name), name)))
-    return tuple(sorted(names))
+    are_numbers = all(name.isdecimal() for name in names)
+    return tuple(sorted(names, key=lambda name: (int(name) if are_numbers else 0, name)))
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -348,21 +335,24 @@ def _rows_of(
     names: tuple[str, str] | None = None
     for line, row in read(file, text, problems):
         if names is None:
-            chosen = column_of(str(file), list(row), columns[0], TEXT_COLUMNS, "text_column")
-            label = column_of(str(file), list(row), columns[1], LABEL_COLUMNS, "label_column") if labels else ""
-            names = chosen, label
+            names = columns_of(str(file), list(row), *columns, labels=labels)
         yield split, f"{file.name} line {line}", row.get(names[0]), row.get(names[1])
 
 
-def column_of(where: str, columns: list[str], wanted: str | None, usual: Sequence[str], setting: str) -> str:
+def columns_of(where: str, columns: list[str], text: str | None, label: str | None, *, labels: bool) -> tuple[str, str]:
+    """The columns of texts and of classes, which is empty without labels."""
+    of_texts = _column_of(where, columns, text, TEXT_COLUMNS, "text_column")
+    return of_texts, _column_of(where, columns, label, LABEL_COLUMNS, "label_column") if labels else ""
+
+
+def _column_of(where: str, columns: list[str], wanted: str | None, usual: Sequence[str], setting: str) -> str:
     """The column that is meant: by its name, else the first with a usual one."""
     plain = {str(column).strip().lower().removesuffix("s"): column for column in reversed(columns)}
-    found = [column for column in columns if column == wanted] if wanted is not None else []
-    if wanted is None:
-        found = [plain[name.removesuffix("s")] for name in usual if name.removesuffix("s") in plain]
+    short = [name.removesuffix("s") for name in usual]
+    found = [plain[name] for name in short if name in plain] if wanted is None else [c for c in columns if c == wanted]
     if found:
         return found[0]
-    close = get_close_matches(str(wanted), [str(column) for column in columns], n=1) if wanted else []
+    close = close_names(wanted, map(str, columns)) if wanted else []
     hint = f"; did you mean {close[0]}?" if close else ""
     asked = printable(wanted) if wanted else f"of the names {', '.join(usual[:4])}..."
     raise DataError(

@@ -52,7 +52,8 @@ def from_checkpoint(
     state = finetuned.state_dict() if isinstance(finetuned, nn.Module) else finetuned
     heads = heads_of(base, head)
     given = _unrounded(known, fitting(known, read_weights(state), heads))
-    changed = _changed(known, given)
+    other = {key for key, tensor in given.items() if not torch.equal(known.tensors[key], tensor)}
+    changed = {key.rpartition(".")[0] for key, first in known.ties.items() if first in other}
     if not changed:
         raise WeightsError("the checkpoint is the base, to the last bit; expected a network that was fine-tuned")
     net = resized_copy(base, given)
@@ -68,9 +69,8 @@ def from_checkpoint(
         if bytes is None and adapter is None:
             bytes = default_bytes(net, heads)
         elif type(bytes) is int:  # for the whole file, with what it says of itself
-            bytes = max(
-                1, bytes - len(json.dumps(json.dumps([name, said, *2 * [before]], default=str))) - 32 * len(before)
-            )
+            words = json.dumps(json.dumps([name, said, before, before], default=str))
+            bytes = max(1, bytes - len(words) - 32 * len(before))
         refitted = refit_(net, adapter, bytes=bytes, batches=seen, storage=storage)
     task = replace(Task.of(net, name, **said).stored_as(storage), refitted=refitted)
     if seen is None:
@@ -163,12 +163,6 @@ def _unrounded(base: Base, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         is_same = own.to(tensor.dtype) == tensor if own.shape == tensor.shape else torch.tensor(False)
         found[name] = torch.where(is_same, own, tensor.to(own.dtype)) if is_same.any() else tensor.to(own.dtype)
     return found
-
-
-def _changed(base: Base, given: Mapping[str, Tensor]) -> set[str]:
-    """The modules that hold a tensor which is not the base's any more."""
-    changed = {name for name, tensor in given.items() if not torch.equal(base.tensors[name], tensor)}
-    return {name.rpartition(".")[0] for name, first in base.ties.items() if first in changed}
 
 
 @torch.no_grad()

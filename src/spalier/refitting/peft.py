@@ -100,11 +100,8 @@ def _config(folder: Path) -> dict[str, Any]:
             f"weights; save it in PEFT with path_initial_model_for_weight_conversion=, or {_MERGE}"
         )
     patterns = [found.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
-    numbers = [
-        found.get("r", 8),
-        found.get("lora_alpha", 8),
-        *(v for p in patterns if type(p) is dict for v in p.values()),
-    ]
+    own = [number for pattern in patterns if type(pattern) is dict for number in pattern.values()]
+    numbers = [found.get("r", 8), found.get("lora_alpha", 8), *own]
     if not all(type(p) is dict for p in patterns) or not all(_is_positive(number) for number in numbers):
         raise WeightsError(f"{folder / CONFIG}: r, lora_alpha and their patterns are not positive numbers")
     return found
@@ -118,12 +115,9 @@ def _inside(folder: Path, name: str) -> Path:
     if not folder.is_dir():
         raise WeightsError(f"there is no folder {str(folder)!a}; expected one that PEFT's save_pretrained has written")
     if not (folder / name).is_file():
-        pickled = (folder / "adapter_model.bin").exists()
-        why = (
-            "it has adapter_model.bin, a pickle, which is never loaded: save it again as safetensors"
-            if pickled
-            else ("expected what PEFT's save_pretrained writes")
-        )
+        why = "expected what PEFT's save_pretrained writes"
+        if (folder / "adapter_model.bin").exists():
+            why = "it has adapter_model.bin, a pickle, which is never loaded: save it again as safetensors"
         raise WeightsError(f"{str(folder)!a} has no {name}; {why}")
     return (folder / name).resolve()  # the hub's cache has links to files
 

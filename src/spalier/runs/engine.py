@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -38,7 +39,7 @@ from spalier.refitting import refit_
 from spalier.runs import learning
 from spalier.runs.checkpoint import WIDE, Checkpoint, Position, RunFolder, load_checkpoint, save_checkpoint
 from spalier.runs.learning import Evaluation, evaluate
-from spalier.runs.narrow import Form, hold_budget_, restore_unrounded_, unrounded, write_narrow_
+from spalier.runs.narrow import Form, hold_budget_, set_values_, unrounded, write_narrow_
 from spalier.runs.processes import Machine, Progress, StopSignals, sum_gradients_, sum_over_ranks
 from spalier.runs.settings import Settings, seed_of
 from spalier.selecting import select
@@ -46,6 +47,8 @@ from spalier.structure.structure import structure_of
 from spalier.tasks import SUFFIX, Store, Task
 from spalier.tasks.apply import apply_to_
 from spalier.tasks.base import Base
+
+_LOG = logging.getLogger("spalier")
 
 
 class Engine:
@@ -72,7 +75,10 @@ class Engine:
         if len(data.train) < config.batch_size:  # one batch of what all processes can share equally
             self.batch_size = max(len(data.train) // machine.world_size * machine.world_size, machine.world_size)
         self.loader = self._loader(data.train, is_training=True)
-        learning.warn_of_one_step(len(self.loader), len(data.train), self.batch_size)
+        if len(self.loader) == 1:  # which learns next to nothing
+            remedy = "set a smaller batch_size (--batch-size), or more epochs (--epochs)"
+            words = "one step an epoch: %d training samples in batches of %d; %s"
+            _LOG.warning(words, len(data.train), self.batch_size, remedy)
         self.signals = StopSignals()
         self.started = self.saved = time.monotonic()
 
@@ -104,7 +110,9 @@ class Engine:
         try:
             with self.signals:
                 while self.position.phase != "done":
-                    self._stop_if_signalled()
+                    own = torch.tensor(float(self.signals.received is not None), device=self.machine.device)
+                    if bool(sum_over_ranks(own)):  # any of the processes has received one
+                        self._stop()
                     getattr(self, self.position.phase)()
         finally:
             self.progress.close()
@@ -127,7 +135,8 @@ class Engine:
                 refit_(self.net, FineTune())
         else:
             adapter = FineTune() if self.forms else self.config.make_adapter()
-            targets = learning.not_embeddings if self.data.is_text else None
+            # tables of words are large, and hardly move
+            targets = (lambda _, module: not isinstance(module, nn.Embedding)) if self.data.is_text else None
             attach_(self.net, adapter, head=self.head, example=self.example, targets=targets)
         if self.targets and self.config.budget != "latency":  # which would have to be measured
             # fail now, not after hours of training, if the last density cannot be reached
@@ -150,14 +159,14 @@ class Engine:
         self.best, self.started = checkpoint.best, time.monotonic() - checkpoint.seconds
         self._load_teacher()
         checkpoint.task.apply_(self.net, example=self.example)
-        restore_unrounded_(self.net, checkpoint.part("unrounded"))
+        set_values_(self.net, checkpoint.part("unrounded"))
         if self.position.form:
             self._set_wide(Task.load(self.folder.path / WIDE))
         if checkpoint.plan is not None:
             self.plan = Plan(structure_of(self.net, None), **checkpoint.plan)
         self.begin_block()
         learning.restore_optimizer_(self.optimizer, self.net, checkpoint.part("optimizer"))
-        if checkpoint.scaler is not None and self.machine.scaler is not None:
+        if checkpoint.scaler:
             self.machine.scaler.load_state_dict(checkpoint.scaler)
         if self.average is not None and checkpoint.part("average"):
             self.average.values = self._on_device(checkpoint.part("average"))
@@ -198,9 +207,7 @@ class Engine:
         """One batch: forward, loss, backward, the sum over processes, an update."""
         # dropout draws from here: a function of the step, so that a run which goes on draws the same
         at = self.position
-        place: tuple[int | str, ...] = ("step", at.step)
-        if at.form:
-            place = ("refit", at.block, at.form, at.epoch, at.batch)
+        place = ("refit", at.block, at.form, at.epoch, at.batch) if at.form else ("step", at.step)
         torch.manual_seed(seed_of(self.config.seed, *place, self.machine.rank))
         inputs, labels = self.to_device(inputs), labels.to(self.machine.device)
         learning.set_lr_(self.optimizer, self._lr(self.position.batch))
@@ -236,14 +243,12 @@ class Engine:
         return learning.training_loss(self.config, logits, labels, taught)
 
     def _lr(self, batch: int) -> float:
-        per_epoch = len(self.loader)
-        done = self.position.epoch * per_epoch + batch
-        steps = self._epochs * per_epoch
-        warmup = self.config.warmup_epochs * per_epoch
-        lr = self.config.initial_lr
+        config, per_epoch = self.config, len(self.loader)
+        done, steps = self.position.epoch * per_epoch + batch, self._epochs * per_epoch
+        lr, warmup = config.initial_lr, config.warmup_epochs * per_epoch
         if self.position.form:
-            lr, warmup = self.config.refit_lr, 0.1 * steps  # a new optimizer begins near a good place
-        return lr * learning.lr_factor(self.config.lr_schedule, done, steps, warmup)
+            lr, warmup = config.refit_lr, 0.1 * steps  # a new optimizer begins near a good place
+        return lr * learning.lr_factor(config.lr_schedule, done, steps, warmup)
 
     def _end_epoch(self) -> None:
         at = self.position
@@ -254,9 +259,7 @@ class Engine:
         self.position = at.replace(epoch=at.epoch + 1, epochs=at.epochs + (not at.form), batch=0)
         self.loss_sum = 0.0
         every = self.config.validate_every or int(self.config.keep_best)
-        values["validation"] = None
-        if every and self.position.epoch % every == 0:
-            values["validation"] = self._validate()
+        values["validation"] = self._validate() if every and self.position.epoch % every == 0 else None
         self.folder.log({"kind": "epoch", **asdict(self.position), **values})
         group = f"{self._form.label}/" if self._form else ""
         tracked = {f"{group}train/{name}": value for name, value in values.items()}
@@ -271,11 +274,11 @@ class Engine:
             return None
         now = learning.values_of(self.net)
         if self.average is not None:
-            learning.set_values_(self.net, self.average.values)
+            set_values_(self.net, self.average.values)
         accuracy = self.evaluate(self.net, self.data.validation).accuracy
         if self.config.keep_best and (self.best is None or accuracy > self.best):
             self.best, self.best_values = accuracy, learning.values_of(self.net)
-        learning.set_values_(self.net, now)
+        set_values_(self.net, now)
         self.net.train()
         return accuracy
 
@@ -284,9 +287,9 @@ class Engine:
     def finish(self) -> None:
         """End a block: what was learned becomes a task file and a row."""
         if self.best_values:
-            learning.set_values_(self.net, self.best_values)
+            set_values_(self.net, self.best_values)
         elif self.average is not None and self.position.epoch:
-            learning.set_values_(self.net, self.average.values)
+            set_values_(self.net, self.average.values)
         for name, parameter in learning.learned_parameters(self.net).items():
             if not bool(torch.isfinite(parameter).all()):
                 raise self._not_finite(f"{name} has become NaN or infinite")
@@ -388,13 +391,9 @@ class Engine:
         self._seed("evaluate")
         teacher = self.teacher if bool((split.labels < 0).all()) else None
         with self._loader(split, is_training=False) as loader:
+            batches = ((self.to_device(inputs), labels) for inputs, labels in loader.epoch(0))
             return evaluate(
-                net.eval(),
-                ((self.to_device(inputs), labels) for inputs, labels in loader.epoch(0)),
-                len(self.data.classes),
-                self.machine.device,
-                self.machine.autocast,
-                teacher,
+                net.eval(), batches, len(self.data.classes), self.machine.device, self.machine.autocast, teacher
             )
 
     def _write_examples(self, plain: nn.Module) -> dict[str, Any] | None:
@@ -446,7 +445,8 @@ class Engine:
         criterion = self.config.make_criterion(self.position.block)
         scores = score(self.net, samples, criterion, loss=learning.mean_loss)
         self.plan = self.select_plan(scores, self.targets[self.position.block - 1])
-        learning.warn_of_plan(self.plan, self.targets[self.position.block - 1], self.config.budget)
+        if warning := self.plan.warning():  # of layers that are nearly gone
+            _LOG.warning("at %g of the %s %s", self.targets[self.position.block - 1], self.config.budget, warning)
         self.folder.write_json(self._block_file(".scores.json"), learning.score_histograms(scores, self.plan))
         self.position = self.position.replace(phase="prune")
         self.save()
@@ -460,11 +460,8 @@ class Engine:
         assert self.plan is not None
         self._seed("prune")
         optimizer = self.optimizer if self.config.keep_optimizer else None
-        recovery = None
-        if self.config.recovery != "none":
-            everything = self.config.recovery == "all"
-            samples = self._samples(self.config.recovery_samples, shared=False)
-            recovery = Recovery(samples, adapters=everything, head=everything)
+        samples, everything = self._samples(self.config.recovery_samples, shared=False), self.config.recovery == "all"
+        recovery = Recovery(samples, adapters=everything, head=everything) if self.config.recovery != "none" else None
         prune_(self.net, self.plan, optimizer=optimizer, recover=recovery)
         self.begin_block(optimizer)
         self.position = self.position.replace(phase="train")
@@ -512,7 +509,6 @@ class Engine:
                 "best": self.best_values,
                 "unrounded": unrounded(self.net),
             }
-            scaler = self.machine.scaler
             checkpoint = Checkpoint(
                 position=self.position,
                 task=self._task({}),
@@ -526,16 +522,10 @@ class Engine:
                 plan=None if self.plan is None else learning.plan_to_dict(self.plan),
                 rows=self.rows,
                 seconds=self._seconds(),
-                scaler=None if scaler is None else scaler.state_dict(),
+                scaler=self.machine.scaler.state_dict() or None,
             )
             save_checkpoint(self.folder, checkpoint)
         self.saved = time.monotonic()
-
-    def _stop_if_signalled(self) -> None:
-        """Stop all processes if any of them has received a signal."""
-        own = torch.tensor(float(self.signals.received is not None), device=self.machine.device)
-        if bool(sum_over_ranks(own)):
-            self._stop()
 
     def _stop(self) -> None:
         self.save()
@@ -585,10 +575,8 @@ class Engine:
         return self.config.epochs_of(self.position.block, self.position.form)
 
     def _where(self) -> str:
-        at = self.position
-        form = f", {self.forms[at.form - 1].name}" if at.form else ""
-        epochs = self.config.epochs_of(at.block, at.form)
-        return f"block {at.block}/{len(self.targets)}{form}, epoch {at.epoch + 1}/{epochs}"
+        at, form = self.position, f", {self._form.name}" if self._form else ""
+        return f"block {at.block}/{len(self.targets)}{form}, epoch {at.epoch + 1}/{self._epochs}"
 
     def _block_file(self, ending: str) -> Path:
         form = f"-{self._form.label}" if self._form and len(self.forms) > 1 else ""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -38,7 +38,6 @@ from spalier.text import import_optional
 from spalier.timing import describe_machine, finished, quartiles, take_turns
 
 Tensors = dict[str, Tensor]
-_LOG = logging.getLogger("spalier")
 
 
 # losses
@@ -75,19 +74,6 @@ def training_loss(config: Settings, logits: Tensor, labels: Tensor, teacher: Ten
 def mean_loss(output: Any, labels: Tensor) -> Tensor:
     """The mean cross entropy of a batch, as criteria take it."""
     return cross_entropy(logits_of(output), labels) / len(labels)
-
-
-def warn_of_one_step(steps: int, samples: int, batch_size: int) -> None:
-    """An epoch of one step learns next to nothing."""
-    remedy = "set a smaller batch_size (--batch-size), or more epochs (--epochs)"
-    if steps == 1:
-        _LOG.warning("one step an epoch: %d training samples in batches of %d; %s", samples, batch_size, remedy)
-
-
-def warn_of_plan(plan: Plan, target: float, budget: str) -> None:
-    """Say which layers are nearly gone."""
-    if warning := plan.warning():
-        _LOG.warning("at %g of the %s %s", target, budget, warning)
 
 
 def select_options(config: Settings, target: float) -> dict[str, Any]:
@@ -142,11 +128,6 @@ def lr_factor(kind: Literal["step", "cosine", "constant"], step: int, steps: int
 def learned_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are learned, by name."""
     return {name: p for name, p in net.named_parameters() if p.requires_grad}
-
-
-def not_embeddings(name: str, module: nn.Module) -> bool:
-    """Layers of a language model that a task learns: tables of words are large, and hardly move."""
-    return not isinstance(module, nn.Embedding)
 
 
 def make_optimizer(config: Settings, net: nn.Module, *, is_narrow: bool = False) -> Optimizer:
@@ -213,16 +194,6 @@ def values_of(net: nn.Module) -> Tensors:
     return found | {name: b.detach().clone() for name, b in net.named_buffers()}
 
 
-@torch.no_grad()
-def set_values_(net: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Put such a copy back."""
-    own = dict(net.named_parameters()) | dict(net.named_buffers())
-    for name, value in values.items():
-        if name not in own or own[name].shape != value.shape:
-            raise RunError("checkpoint", f"the checkpoint's {name!r} does not fit the network")
-        own[name].copy_(value)
-
-
 def digest(net: nn.Module) -> str:
     """One number for all values of the base."""
     found = hashlib.sha256()
@@ -238,9 +209,8 @@ def digest(net: nn.Module) -> str:
 class Average:
     """An exponential moving average of what is learned, statistics of norms included."""
 
-    def __init__(self, net: nn.Module, decay: float, values: Mapping[str, Tensor] | None = None) -> None:
-        self.decay = decay
-        self.values = dict(values) if values else values_of(net)
+    def __init__(self, net: nn.Module, decay: float) -> None:
+        self.decay, self.values = decay, values_of(net)
 
     @torch.no_grad()
     def update_(self, net: nn.Module) -> None:
@@ -278,6 +248,7 @@ def set_memory_format_(net: nn.Module, channels_last: bool) -> None:
 # samples
 
 
+@dataclass(frozen=True)
 class Samples:
     """Batches of some training samples, not augmented, to score and recover on.
 
@@ -285,16 +256,11 @@ class Samples:
     taken for them.
     """
 
-    def __init__(
-        self,
-        split: Split,
-        indices: np.ndarray[Any, Any],
-        batch_size: int,
-        to_device: Callable[[Inputs], Inputs],
-        teacher: nn.Module | None,
-    ) -> None:
-        self.split, self.indices, self.batch_size = split, indices, batch_size
-        self.to_device, self.teacher = to_device, teacher
+    split: Split
+    indices: np.ndarray[Any, Any]
+    batch_size: int
+    to_device: Callable[[Inputs], Inputs]
+    teacher: nn.Module | None
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
@@ -449,13 +415,10 @@ def check_start_task(config: Settings, task: Task) -> None:
 
 def row_in_words(row: dict[str, Any]) -> str:
     """A row in a line, for the progress."""
-    channels, macs, validation, test = (
-        "-" if row[name] is None else f"{row[name]:.1%}" for name in ("channels", "macs", "validation", "test")
-    )
-    return (
-        f"{row['task']}: {channels} of channels, {macs} of MACs, {row['learned']:,} learned, "
-        f"validation {validation}, test {test}"
-    )
+    names = ("channels", "macs", "validation", "test")
+    channels, macs, *seen = ("-" if row[name] is None else f"{row[name]:.1%}" for name in names)
+    left = f"{channels} of channels, {macs} of MACs, {row['learned']:,} learned"
+    return f"{row['task']}: {left}, validation {seen[0]}, test {seen[1]}"
 
 
 # score histograms
@@ -495,10 +458,8 @@ def _counts(values: Any, edges: Any) -> list[int]:
     >>> _counts(np.array([-1.0, 1.0, 1.5, 4.0]), np.array([1.0, 2.0, 4.0]))
     [1, 2, 1, 0]
     """
-    places = np.searchsorted(edges, values, side="right")
-    places[values == edges[-1]] = len(edges) - 1
-    counted: list[int] = np.bincount(places, minlength=len(edges) + 1).tolist()
-    return counted
+    highest = np.nextafter(edges[-1], np.inf)
+    return np.histogram(values, [-np.inf, *edges[:-1], highest, np.inf])[0].tolist()  # type: ignore[no-any-return]
 
 
 # examples
@@ -516,7 +477,9 @@ def examples(
     if not len(indices) or bool((split.labels < 0).any()):
         return None
     texts = getattr(split, "texts", None)
-    if texts is None and not _are_images(split.fetch(indices[:1], None)[0]):
+    first = split.fetch(indices[:1], None)[0]
+    is_image = isinstance(first, Tensor) and first.dim() == 4 and first.shape[1] in (1, 3)
+    if texts is None and not (is_image and first.dtype.is_floating_point):  # type: ignore[union-attr]
         return None
     starts = range(0, len(indices), batch_size)
     batches = (to_device(split.fetch(indices[i : i + batch_size], None)[0]) for i in starts)
@@ -536,21 +499,14 @@ def examples(
     return {"side": side, "columns": _EXAMPLES, "items": items}, _png(tiles, side)
 
 
-def _are_images(samples: Inputs) -> bool:
-    if not isinstance(samples, Tensor):
-        return False
-    return samples.dim() == 4 and samples.shape[1] in (1, 3) and samples.dtype.is_floating_point
-
-
 def _surest(sure: Tensor, labels: Tensor, among: Tensor) -> list[int]:
     """The samples that the network is surest of, the first of every class before the second of any."""
-    seen: dict[int, int] = {}
+    seen: Counter[int] = Counter()
     ranked = []
-    for i in torch.argsort(sure, descending=True, stable=True).tolist():
-        if among[i]:
-            label = int(labels[i])
-            seen[label] = seen.get(label, 0) + 1
-            ranked.append((seen[label], i))
+    order = torch.argsort(sure, descending=True, stable=True)
+    for i in order[among[order]].tolist():
+        seen[int(labels[i])] += 1
+        ranked.append((seen[int(labels[i])], i))
     return [i for _, i in sorted(ranked, key=lambda pair: pair[0])][:_EXAMPLES]  # which keeps ties in order
 
 
@@ -567,10 +523,9 @@ def _tiles(images: Tensor) -> tuple[Tensor, int]:
 def _png(tiles: Tensor, side: int) -> bytes:
     """Tiles side by side, a row of them after the other."""
     rows = -(-len(tiles) // _EXAMPLES)
-    sheet = np.zeros((rows * side, _EXAMPLES * side, 3), np.uint8)
-    for number, tile in enumerate(tiles.numpy()):
-        y, x = divmod(number, _EXAMPLES)
-        sheet[y * side : (y + 1) * side, x * side : (x + 1) * side] = tile
+    whole = tiles.new_zeros(rows * _EXAMPLES, side, side, 3)
+    whole[: len(tiles)] = tiles
+    sheet = whole.view(rows, _EXAMPLES, side, side, 3).transpose(1, 2).reshape(rows * side, -1, 3).numpy()
     out = io.BytesIO()
     import_optional("PIL.Image", "example images").fromarray(sheet).save(out, "PNG", optimize=True)
     return out.getvalue()

@@ -89,16 +89,15 @@ def check_wide(config: Any) -> None:
         raise ConfigError(f"codes is {list(config.codes or ())}, expected one or more names, each once")
     for name in config.codes:
         form_of(name)
-    if config.method in ("lora", "fine-pruning"):
-        raise ConfigError(f"learn is wide, and method is {config.method}; expected splora, spdelta or sppara")
-    if config.keep_optimizer:
-        raise ConfigError("keep_optimizer is true, and learn is wide, where optimizers begin anew at every density")
-    if config.teacher == "self":
-        raise ConfigError('teacher is "self", and learn is wide, where each density teaches its own narrow forms')
-    if config.budget == "bytes":
-        raise ConfigError(
-            "the budget is bytes, and learn is wide; prune by another budget, and set codes: [bytes-200000]"
-        )
+    wrong = {
+        f"method is {config.method}": (config.method in ("lora", "fine-pruning"), "expected splora, spdelta or sppara"),
+        "keep_optimizer is true": (config.keep_optimizer, "optimizers begin anew at every density"),
+        'teacher is "self"': (config.teacher == "self", "each density teaches its own narrow forms"),
+        "the budget is bytes": (config.budget == "bytes", "prune by another budget, and set codes: [bytes-200000]"),
+    }
+    for what, (is_so, why) in wrong.items():
+        if is_so:
+            raise ConfigError(f"{what}, and learn is wide; {why}")
 
 
 def write_narrow_(
@@ -211,8 +210,8 @@ def unrounded(net: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def restore_unrounded_(net: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Put them back."""
+def set_values_(net: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Put values of parameters and buffers back."""
     own = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     for name, value in values.items():
         if name not in own or own[name].shape != value.shape:

@@ -10,7 +10,6 @@ import importlib.util
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
@@ -35,11 +34,13 @@ class Machine:
 
     def __init__(self, config: Settings, folder: RunFolder) -> None:
         accelerate = import_optional("accelerate", "runs")
-        if config.mixed_precision == "fp16" and not _has_accelerator():
+        if config.mixed_precision == "fp16" and not torch.accelerator.is_available():
             raise ConfigError(
                 'mixed_precision is "fp16", which needs a GPU to scale gradients; expected "bf16" or "no" on a CPU'
             )
         on_cpu = _is_on_cpu(config.device)
+        has_board = importlib.util.find_spec("tensorboard") is not None
+        named = ["tensorboard" if name == "auto" else name for name in config.trackers if name != "auto" or has_board]
         # Accelerate keeps one state for the whole process, whose precision cannot change. Each run gets a fresh one,
         # and `close` gives the caller's own back.
         self._shared: dict[str, Any] = accelerate.state.AcceleratorState._shared_state
@@ -49,7 +50,7 @@ class Machine:
             self.accelerator: Any = accelerate.Accelerator(
                 mixed_precision=config.mixed_precision,
                 cpu=on_cpu,  # without a word Accelerate takes several CPU processes for one
-                log_with=_trackers(config) or None,
+                log_with=list(dict.fromkeys(named)) or None,
                 project_dir=str(folder.path),
             )
         except ValueError as error:
@@ -64,8 +65,8 @@ class Machine:
         """Whether this process writes files and shows progress."""
         chosen = config.channels_last
         self.channels_last = self.device.type == "cpu" if chosen is None else chosen
-        self.scaler: Any = self.accelerator.scaler
-        """What scales the loss in fp16, or None."""
+        self.scaler: Any = self.accelerator.scaler or torch.amp.GradScaler(enabled=False)
+        """What scales the loss in fp16; in other precisions it does nothing."""
 
     def track(self) -> None:
         """Open the trackers; their files are in the run's folder."""
@@ -74,8 +75,7 @@ class Machine:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that networks run in."""
-        context: AbstractContextManager[Any] = self.accelerator.autocast()
-        return context
+        return self.accelerator.autocast()  # type: ignore[no-any-return]
 
     def synced_norms(self) -> AbstractContextManager[Any]:
         """Batch norms over the samples of all processes."""
@@ -83,16 +83,12 @@ class Machine:
 
     def step_(self, optimizer: Optimizer, grad_clip: float | None) -> None:
         """Clip the gradient, where that is asked for, and update what is learned."""
-        if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
+        self.scaler.unscale_(optimizer)
         if grad_clip is not None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
-        if self.scaler is not None:
-            self.scaler.step(optimizer)
-            self.scaler.update()
-        else:
-            optimizer.step()
+        self.scaler.step(optimizer)
+        self.scaler.update()
         optimizer.zero_grad()
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
@@ -111,13 +107,9 @@ class Machine:
         self._shared.update(self._before)
 
 
-def _has_accelerator() -> bool:
-    return bool(torch.accelerator.is_available())
-
-
 def _is_on_cpu(device: str | None) -> bool:
     """Whether a run is on the CPU; a device that is not there is refused, a numbered one is made the current one."""
-    there = torch.accelerator.current_accelerator() if _has_accelerator() else torch.device("cpu")
+    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     try:
         wanted = torch.device(device or there or "cpu")
     except RuntimeError as error:
@@ -127,13 +119,6 @@ def _is_on_cpu(device: str | None) -> bool:
     if wanted.type != "cpu" and wanted.index is not None:
         torch.accelerator.set_device_index(wanted.index)
     return wanted.type == "cpu"
-
-
-def _trackers(config: Settings) -> list[str]:
-    named = [name for name in config.trackers if name != "auto"]
-    if "auto" in config.trackers and importlib.util.find_spec("tensorboard") is not None:
-        named.append("tensorboard")
-    return named
 
 
 # sums over ranks
@@ -185,17 +170,26 @@ _NORMS = {
 }
 
 
+def _summed(x: Tensor) -> Tensor:
+    """A sum over ranks whose gradient is the sum of all ranks' gradients."""
+    if not is_distributed():
+        return x
+    from torch.distributed.nn.functional import all_reduce  # which imports more than a run in one process needs
+
+    return all_reduce(x)  # type: ignore[no-any-return]
+
+
 def _batch_norm(x: Tensor, given: Mapping[str, Any]) -> Tensor:
-    momentum, eps = given.get("momentum"), given.get("eps")
-    momentum, eps = 0.1 if momentum is None else momentum, 1e-5 if eps is None else eps  # PyTorch's defaults
+    defaults = {"momentum": 0.1, "eps": 1e-5}  # PyTorch's
+    momentum, eps = (default if given.get(name) is None else given[name] for name, default in defaults.items())
     running_mean, running_var = given.get("running_mean"), given.get("running_var")
     axes = [0, *range(2, x.dim())]
     shape = [1, -1, *[1] * (x.dim() - 2)]
     wide = x.float()
     count = sum_over_ranks(torch.full((1,), x.numel() / x.shape[1], device=x.device))
-    mean = _Sum.apply(wide.sum(axes)) / count  # type: ignore[no-untyped-call]
+    mean = _summed(wide.sum(axes)) / count
     centred = wide - mean.view(shape)
-    var = _Sum.apply(centred.square().sum(axes)) / count  # type: ignore[no-untyped-call]
+    var = _summed(centred.square().sum(axes)) / count
     with torch.no_grad():
         if running_mean is not None and running_var is not None:
             unbiased = var * (count / (count - 1).clamp(min=1))
@@ -208,18 +202,6 @@ def _batch_norm(x: Tensor, given: Mapping[str, Any]) -> Tensor:
         out = out + given["bias"].view(shape)
     result: Tensor = out.to(x.dtype)
     return result
-
-
-class _Sum(torch.autograd.Function):
-    """A sum over ranks whose gradient is the sum of all ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return sum_over_ranks(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return sum_over_ranks(grads[0])
 
 
 # signals
@@ -266,14 +248,12 @@ class Progress:
     """Shows steps as they are done, on standard error: a bar on a terminal, lines elsewhere."""
 
     def __init__(self, total: int, done: int, shown: bool, stream: TextIO | None = None) -> None:
-        self.total, self.done, self.begun, self.shown = total, done, done, shown
-        self.stream = stream or sys.stderr
-        self.start = time.monotonic()
+        self.total, self.done, self.shown, self.stream = total, done, shown, stream or sys.stderr
         self.bar: Any = None
-        # Asked for now: a run that shows nothing does without it, and no other gets far without it.
-        self.tqdm = import_optional("tqdm", "showing progress").tqdm if shown else None
-        if self.tqdm is not None and self.stream.isatty():
-            self.bar = self.tqdm(total=total, initial=done, unit="step", file=self.stream, dynamic_ncols=True)
+        # asked for now: a run that shows nothing does without it
+        tqdm = import_optional("tqdm", "showing progress").tqdm if shown else None
+        if tqdm is not None and self.stream.isatty():
+            self.bar = tqdm(total=total, initial=done, unit="step", file=self.stream, dynamic_ncols=True)
 
     def step(self, what: str, loss: float) -> None:
         """Count one more step."""
@@ -284,18 +264,11 @@ class Progress:
             self.bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
 
     def line(self, text: str) -> None:
-        """Print a line that stays, with how far the run is and how long it will take."""
+        """Print a line that stays, with how far the run is."""
         if self.bar is not None:
             self.bar.write(text, file=self.stream)
         elif self.shown:
-            print(f"[{self.done}/{self.total}{self._left()}] {text}", file=self.stream, flush=True)
-
-    def _left(self) -> str:
-        done, left = self.done - self.begun, self.total - self.done
-        if self.tqdm is None or not done or left <= 0:
-            return ""
-        seconds = (time.monotonic() - self.start) / done * left
-        return f", {self.tqdm.format_interval(seconds)} left"
+            print(f"[{self.done}/{self.total}] {text}", file=self.stream, flush=True)
 
     def close(self) -> None:
         """Take the bar away."""

@@ -39,6 +39,11 @@ COLUMNS = ("task", *_SIZES, "validation", "test", "latency_ms", "seconds")
 TITLES = [{"macs": "MACs", "latency_ms": "ms"}.get(name, name) for name in COLUMNS]
 """Of the columns that are printed. Times are measured, and differ from run to run."""
 _GIVEN = "given:"
+_OF_DATA = (
+    *("seed", "max_length", "max_train_samples", "classes", "image_size", "validation_split"),
+    *("skip_bad", "text_column", "label_column"),
+)
+"""The settings that `open_data` takes under the same names."""
 
 
 @dataclass(frozen=True)
@@ -199,10 +204,8 @@ class TransferPruning(Settings):
                 where.write(where.settings, config.to_yaml().encode())
                 if config.start_task is None:
                     warn_if_untrained(net, config.network.removeprefix(_GIVEN))
-            if config.head is not None:
-                head = [config.head]
-            else:
-                head = heads_of(net) if samples.is_text else [head_of(net, classes=len(samples.classes))]
+            head = [] if config.head is None else [config.head]
+            head = head or (heads_of(net) if samples.is_text else [head_of(net, classes=len(samples.classes))])
             stack.enter_context(_unchanged(net, machine))
             _check_fit(config, net, samples, machine)
             loop = engine(config, where, net, head, samples, machine)
@@ -231,9 +234,7 @@ def _name_objects(config: Settings, network: nn.Module | None, data: Data | None
     if data is not None:
         if not isinstance(data, Data):
             raise ConfigError(f"data is a {type(data).__name__}, expected spalier.data.Data; Data.of(dataset) makes it")
-        _refuse(config, "data", "max_train_samples", "classes", "image_size", "validation_split")
-        _refuse(config, "data", "skip_bad", "cache_folder", "data_folder")
-        _refuse(config, "data", "tokenizer", "text_column", "label_column")
+        _refuse(config, "data", "data_folder", "tokenizer", *_OF_DATA[2:])
         named["data"] = f"{_GIVEN}{TEXT if data.is_text else ''}{data.name}"
     for what in ("network", "data"):
         if what not in named and getattr(config, what).startswith(_GIVEN):
@@ -333,19 +334,10 @@ def open_samples(config: Settings) -> Data:
     return open_data(
         config.data,
         folder=config.data_folder,
-        image_size=config.image_size,
-        validation_split=config.validation_split,
-        seed=config.seed,
-        skip_bad=config.skip_bad,
         # data sets by name have labels, if only to evaluate with
         labels=config.labels or not config.data.startswith(("folder:", "hf:")),
-        cache_folder=config.cache_folder,
-        max_train_samples=config.max_train_samples,
-        classes=config.classes,
         tokenizer=(config.tokenizer or config.network) if config.is_text else None,
-        max_length=config.max_length,
-        text_column=config.text_column,
-        label_column=config.label_column,
+        **{name: getattr(config, name) for name in _OF_DATA},
     )
 
 

@@ -33,9 +33,7 @@ from spalier.text import close_names
 
 BY_RECIPE: Any = None
 """The default of settings that the recipe fills in."""
-RESUMABLE = frozenset(
-    {"num_workers", "cache_folder", "data_folder", "channels_last", "checkpoint_seconds", "trackers", "device"}
-)
+RESUMABLE = frozenset({"num_workers", "data_folder", "channels_last", "checkpoint_seconds", "trackers", "device"})
 """Settings that a run may be resumed with other values of: nothing changes, or rounding (channels_last, device)."""
 SELECT_OPTIONS = ("normalise", "aggregate", "min_keep", "round_to", "protect", "rank")
 _LONGEST_SUFFIX = "-1000000000B"  # what a task's name may have behind the run's
@@ -61,7 +59,6 @@ class Settings:
         labels: false to learn from the teacher alone, without labels.
         augment: shift and flip training images.
         skip_bad: leave out files that cannot be read, and list them in the results.
-        cache_folder: a folder for decoded images; by default they are kept in memory.
         num_workers: processes that load data; 0 loads in the run's own process.
 
     Args: Network
@@ -151,7 +148,6 @@ class Settings:
     labels: bool = True
     augment: bool = True
     skip_bad: bool = False
-    cache_folder: str | None = None
     num_workers: int = 0
 
     network: str = "resnet20"
@@ -275,7 +271,7 @@ class Settings:
     def with_paths(self) -> Self:
         """A copy whose files and folders are found from any working directory."""
         changed: dict[str, Any] = {}
-        for name in ("weights", "start_task", "teacher", "cache_folder", "data_folder"):
+        for name in ("weights", "start_task", "teacher", "data_folder"):
             value = self.given[name]
             if value not in (None, "self"):
                 changed[name] = str(Path(value).expanduser().absolute())
@@ -325,20 +321,14 @@ class Settings:
         options = dict(self.adapter_options)
         if self.method in ("splora", "lora"):
             options["rank"] = self.rank
-        try:
-            return ADAPTERS[self.method](**options)
-        except TypeError as error:
-            raise ConfigError(f"adapter_options do not fit {self.method}: {error}") from error
+        return _made(ADAPTERS[self.method], options, f"adapter_options do not fit {self.method}")
 
     def make_criterion(self, block: int) -> Criterion:
         """The criterion of one block. Random scores differ from block to block."""
         options = dict(self.criterion_options)
         if CRITERIA[self.criterion] is Random:
             options.setdefault("seed", seed_of(self.seed, "random", block))
-        try:
-            made: Criterion = CRITERIA[self.criterion](**options)
-        except TypeError as error:
-            raise ConfigError(f"criterion_options do not fit {self.criterion}: {error}") from error
+        made: Criterion = _made(CRITERIA[self.criterion], options, f"criterion_options do not fit {self.criterion}")
         return made
 
     @property
@@ -355,6 +345,13 @@ class Settings:
     def initial_lr(self) -> float:
         """The learning rate at the start of a block."""
         return self.lr * self.batch_size / 256 if self.scale_lr else self.lr
+
+
+def _made(kind: Callable[..., Any], options: Mapping[str, Any], misfit: str) -> Any:
+    try:
+        return kind(**options)
+    except TypeError as error:
+        raise ConfigError(f"{misfit}: {error}") from error
 
 
 def setting_groups() -> dict[str, list[tuple[str, Any, str]]]:
@@ -411,11 +408,8 @@ _RANGES: list[tuple[str, Callable[[float], bool], tuple[str, ...]]] = [
     ("at least 2", lambda x: x >= 2, ("max_length",)),
     ("at least 0", lambda x: x >= 0, ("epochs", "epochs_per_prune", "final_epochs", "refit_epochs", "num_workers")),
     ("at least 0", lambda x: x >= 0, ("validate_every", "weight_decay", "warmup_epochs", "checkpoint_seconds")),
-    (
-        "more than 0",
-        lambda x: x > 0,
-        ("lr", "refit_lr", "head_lr_scale", "grad_clip", "temperature", "image_size", "max_train_samples"),
-    ),
+    ("more than 0", lambda x: x > 0, ("lr", "refit_lr", "head_lr_scale", "grad_clip", "temperature")),
+    ("more than 0", lambda x: x > 0, ("image_size", "max_train_samples")),
     ("a number in [0, 1)", lambda x: 0 <= x < 1, ("validation_split", "momentum", "label_smoothing")),
     ("a number in (0, 1]", lambda x: 0 < x <= 1, ("prune_step", "final_density", "distill_weight")),
     ("a number in (0, 1)", lambda x: 0 < x < 1, ("ema_decay",)),

@@ -8,17 +8,12 @@ import io
 import itertools
 import json
 import logging
-import multiprocessing
 import os
 import re
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from textwrap import indent
 from typing import Any, Literal
@@ -36,6 +31,7 @@ from spalier.timing import available_cores
 _LONGEST_NAME = 100  # file systems take 255 bytes
 _WORD = "(?!(null|true|false)$)[a-z][a-z0-9_.-]*"  # text that cannot be taken for another value
 _MEASURED = ("validation", "test")
+_MEMORY = 2**27  # of the Ray that is started for jobs: runs hand nothing over
 _LOG = logging.getLogger("spalier")
 
 
@@ -104,26 +100,19 @@ class Sweep:
 
         Args:
             folder: where the sweep is kept; on a cluster, on storage that all nodes share.
-            jobs: how many runs at once on this machine; more than one need a process each.
+            jobs: how many runs at once on this machine; more than one are tasks of a Ray that is started here.
             place: this machine, or a Ray cluster, which decides by itself how many run at once.
             threads: of each run; by default its share of the processors, and on Ray one.
             gpus: of each run, on Ray.
             progress: print which runs are done.
         """
         check_integer("jobs", jobs, 1)
-        if threads is None:
-            share = torch.get_num_threads() if jobs == 1 else max(1, available_cores() // jobs)
-            threads = 1 if place == "ray" else share
-        check_integer("threads", threads, 1)
+        share = torch.get_num_threads() if jobs == 1 else max(1, available_cores() // jobs)
+        threads = check_integer("threads", (1 if place == "ray" else share) if threads is None else threads, 1)
         if place not in ("local", "ray"):
             raise ConfigError(f'place is {place!r}, expected "local" or "ray"')
         if place == "local" and gpus:
             raise ConfigError("gpus is for runs on Ray; here, set CUDA_VISIBLE_DEVICES")
-        if getattr(multiprocessing.current_process(), "_inheriting", False):
-            raise ConfigError(
-                "a sweep with jobs starts processes that import this file again; put its lines under "
-                'if __name__ == "__main__":'
-            )
         where = Path(folder).absolute()
         with RunFolder(where).locked():
             self._claim(where)
@@ -133,7 +122,11 @@ class Sweep:
                 for name, config in runs
                 if not (where / name / "results.json").exists()
             ]
-            ended = _on_ray(todo, threads, gpus) if place == "ray" else _locally(todo, jobs, progress)
+            if place == "local" and jobs == 1:
+                ended = ((job.name, job.run(progress)) for job in todo)
+            else:  # Ray has at least as many processors here as the runs that go on at once
+                here = {"address": "local", "num_cpus": jobs * threads, "object_store_memory": _MEMORY}
+                ended = _on_ray(todo, threads, gpus, **(here if place == "local" else {}))
             shown = sys.stderr if progress else io.StringIO()
             print(f"{len(todo)} of {len(runs)} runs to do", file=shown, flush=True)
             failed: dict[str, str] = {}
@@ -238,77 +231,32 @@ class _Job:
             torch.set_num_threads(before)
         return ""
 
-
-def _locally(todo: Sequence[_Job], jobs: int, progress: bool) -> Generator[tuple[str, str]]:
-    """Carry runs out on this machine: the name of each as it ends, and what went wrong."""
-    if jobs == 1:
-        for job in todo:
-            yield job.name, job.run(progress)
-        return
-    running: list[BaseProcess] = []
-    stopped = threading.Event()
-
-    def attempt(job: _Job) -> str:
-        """A process for each run: one that crashes takes nothing else with it."""
-        context = multiprocessing.get_context("spawn")  # CUDA and threads do not survive a fork
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_in_process, args=(sender, job))
-        process.start()
-        running.append(process)
-        sender.close()  # so that the end of the process is the end of what can be received
-        if stopped.is_set():
-            process.terminate()
-        with contextlib.suppress(EOFError):
-            return str(receiver.recv())
-        process.join()
-        code = process.exitcode or 0
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        return f"the process {how}"
-
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = {pool.submit(attempt, job): job.name for job in todo}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        finally:
-            stopped.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in running:
-                process.terminate()  # a run writes a checkpoint then, and ends
+    def run_on_node(self, cwd: str, path: list[str], variables: dict[str, str]) -> str:
+        """The same as a task of Ray, with the modules, the working folder and the variables of the sweep."""
+        sys.path[:] = dict.fromkeys([*path, *sys.path])
+        if Path(cwd).is_dir():
+            os.chdir(cwd)
+        os.environ.update(variables)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+            return self.run()
 
 
-def _in_process(sender: Any, job: _Job) -> None:
-    """What the process of a run does."""
-    # Ctrl-C reaches the sweep too, which then ends its processes; a second signal would cost the checkpoint
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    job.log.parent.mkdir(parents=True, exist_ok=True)
-    with job.log.open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sender.send(job.run())
+def _on_ray(todo: Sequence[_Job], threads: int, gpus: float, **cluster: Any) -> Generator[tuple[str, str]]:
+    """Carry runs out as tasks of the Ray cluster that this process has joined or RAY_ADDRESS names, or of a new one.
 
-
-def _end_with_parent() -> None:
-    """Write a checkpoint and end when the sweep was killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _on_ray(todo: Sequence[_Job], threads: int, gpus: float) -> Generator[tuple[str, str]]:
-    """Carry runs out as tasks of the Ray cluster that this process has joined or RAY_ADDRESS names, or of a new one."""
-    ray = import_optional("ray", "sweeps on Ray")
+    The name of each as it ends, and what went wrong.
+    """
+    ray = import_optional("ray", "sweeps on Ray, and several runs at once")
     is_ours = not ray.is_initialized()
     if is_ours:
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **cluster)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not any(node.get("CPU", 0) >= threads and node.get("GPU", 0) >= gpus for node in nodes):
         # Ray waits for ever, because such a node may still come
         _LOG.warning("no node of the Ray cluster has %d CPUs and %g GPUs; runs wait for one", threads, gpus)
     # Ray itself tries again when a worker or a node is lost; each run gets a fresh worker
-    task = ray.remote(num_cpus=threads, num_gpus=gpus, max_retries=2, max_calls=1)(_on_node)
+    task = ray.remote(num_cpus=threads, num_gpus=gpus, max_retries=2, max_calls=1)(_Job.run_on_node)
     variables = {name: value for name, value in os.environ.items() if name.startswith("SPALIER_")}
     running: dict[Any, str] = {}
     try:
@@ -328,15 +276,6 @@ def _on_ray(todo: Sequence[_Job], threads: int, gpus: float) -> Generator[tuple[
             ray.wait(list(running), num_returns=len(running), timeout=60)
         if is_ours:
             ray.shutdown()
-
-
-def _on_node(job: _Job, cwd: str, path: list[str], variables: dict[str, str]) -> str:
-    """One run as a task of Ray, with the modules, the working folder and the variables of the sweep."""
-    sys.path[:] = dict.fromkeys([*path, *sys.path])
-    if Path(cwd).is_dir():
-        os.chdir(cwd)
-    os.environ.update(variables)
-    return job.run()
 
 
 # tables
@@ -396,13 +335,18 @@ class SweepResults:
 
 
 def _summarised(others: Sequence[str], rows: Sequence[Row]) -> Row:
-    found = {name: _setting(rows[0], name) for name in others} | {"target": rows[0]["target"]}
-    found |= {"code": rows[0]["code"]} if "code" in rows[0] else {}
+    found = {name: _setting(rows[0], name) for name in others}
+    found |= {name: rows[0][name] for name in ("target", "code") if name in rows[0]}
     for name in _MEASURED:
         of = mean([row[name] for row in rows if row[name] is not None])
-        value, deviation, count = (None, None, 0) if of is None else (of.value, of.deviation, of.count)
-        found |= {f"{name}_mean": value, f"{name}_deviation": deviation, f"{name}_count": count}
+        values = (None, None, 0) if of is None else (of.value, of.deviation, of.count)
+        found |= dict(zip((f"{name}_mean", f"{name}_deviation", f"{name}_count"), values, strict=True))
     return found
+
+
+def _cell(name: str, value: Any) -> str:
+    is_share = isinstance(value, float) and name.endswith(("_mean", "_deviation"))
+    return "-" if value is None else f"{value:.1%}" if is_share else f"{value:g}" if name == "target" else _text(value)
 
 
 @dataclass(frozen=True)
@@ -413,19 +357,8 @@ class Summary:
     rows: Sequence[Row]
 
     def __str__(self) -> str:
-        codes = ["code"] if any("code" in row for row in self.rows) else []
-        titles = [*self.settings, *codes, "target", *(title for name in _MEASURED for title in (name, "±", "of"))]
-        return table(titles, [list(self._cells(row)) for row in self.rows])
-
-    def _cells(self, row: Row) -> Iterator[str]:
-        yield from (_text(row[name]) for name in self.settings)
-        if any("code" in other for other in self.rows):
-            yield row.get("code", "-")
-        yield f"{row['target']:g}"
-        for name in _MEASURED:
-            for share in (row[f"{name}_mean"], row[f"{name}_deviation"]):
-                yield "-" if share is None else f"{share:.1%}"
-            yield str(row[f"{name}_count"])
+        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        return table(names, [[_cell(name, row.get(name, "-")) for name in names] for row in self.rows])
 
     def to_csv(self) -> str:
         """The rows with all their columns, for a spreadsheet."""

@@ -7,8 +7,8 @@ their bytes, in its `Switcher`; what Ray keeps is the names.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import ray
@@ -17,7 +17,7 @@ from ray import serve
 from torch import nn
 
 from spalier.errors import DataError, RequestError, SpalierError, TaskFileError
-from spalier.serve.service import Limits, Service
+from spalier.serve.service import Limits, Service, in_time
 
 TRIES = 4
 """How often a request is sent at most: replicas may die one after the other."""
@@ -60,14 +60,9 @@ class Remote:
     def __init__(self, handle: Any, limits: Limits) -> None:
         self.handle, self.limits = handle, limits
 
-    @contextlib.asynccontextmanager
-    async def admitted(self) -> AsyncIterator[None]:
-        """A place among the requests that are under way, for a limited time; each replica has its own bound too."""
-        try:
-            async with asyncio.timeout(self.limits.seconds):
-                yield
-        except TimeoutError:
-            raise RequestError("timeout", f"it took longer than {self.limits.seconds:g} seconds") from None
+    def admitted(self) -> AbstractAsyncContextManager[None]:
+        """A limited time; how many requests are under way is each replica's own bound."""
+        return in_time(self.limits.seconds)
 
     async def predict(self, name: str, content_type: str, body: bytes, top: int) -> dict[str, Any]:
         """What a task says of the inputs in a body."""
@@ -75,13 +70,11 @@ class Remote:
         kind, found = await self._sent(lambda: handle.predict.remote(name, content_type, body, top))
         if kind:
             raise _KINDS[kind](*found)
-        answer: dict[str, Any] = found
-        return answer
+        return found  # type: ignore[no-any-return]
 
     async def tasks(self) -> list[dict[str, Any]]:
         """Every task of the store."""
-        found: list[dict[str, Any]] = await self._sent(lambda: self.handle.tasks.remote())
-        return found
+        return await self._sent(lambda: self.handle.tasks.remote())  # type: ignore[no-any-return]
 
     async def _sent(self, send: Callable[[], Any]) -> Any:
         """Send a request, and again where the replica dies that had it: predicting twice changes nothing."""

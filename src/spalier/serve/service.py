@@ -70,6 +70,16 @@ class Limits:
                 check_integer(name, value, 0 if name == "cache" else 1)
 
 
+@contextlib.asynccontextmanager
+async def in_time(seconds: float) -> AsyncIterator[None]:
+    """A limited time for a request."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise RequestError("timeout", f"it took longer than {seconds:g} seconds") from None
+
+
 @dataclass(eq=False)
 class _Job:
     """A request that waits for its batch."""
@@ -112,10 +122,8 @@ class Service:
             raise RequestError("busy", f"{self.under_way} requests are under way; try again in a second")
         self.under_way += 1
         try:
-            async with asyncio.timeout(self.limits.seconds):
+            async with in_time(self.limits.seconds):
                 yield
-        except TimeoutError:
-            raise RequestError("timeout", f"it took longer than {self.limits.seconds:g} seconds") from None
         finally:
             self.under_way -= 1
 
@@ -363,20 +371,16 @@ def _from_form(content_type: str, body: bytes) -> list[Raw]:
         found.extend(_from_file(file.file_object.read()))
         file.close()
 
-    _, options = forms.parse_options_header(content_type)
+    def on_field(field: Any) -> None:
+        found.append(_text(field.value or b""))
+
     try:
         # all of it is in memory already, so none has to go to a disk
         sizes = {"MAX_MEMORY_FILE_SIZE": len(body) + 1, "MAX_BODY_SIZE": len(body) + 1}
-        parser = forms.FormParser(
-            "multipart/form-data",
-            lambda part: found.append(_text(part.value or b"")),
-            on_file,
-            boundary=options[b"boundary"],
-            config=sizes,
-        )
+        parser = forms.create_form_parser({"Content-Type": content_type.encode()}, on_field, on_file, config=sizes)
         parser.write(body)
         parser.finalize()
-    except (KeyError, ValueError):  # its own errors are ValueErrors
+    except ValueError:  # its own errors are ValueErrors
         raise RequestError("body", "the form is cut off, or not what its content type says") from None
     return found
 

@@ -11,23 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from spalier.adapters import kinds
 from spalier.adapters.attach import attach_with_, detach_
 from spalier.adapters.attachment import Changes, Owner, attachment_of, owners_of, update_of
 from spalier.adapters.codes import LEVELS
 from spalier.adapters.geometry import Geometry, is_norm
-from spalier.adapters.kinds import (
-    ADAPTERS,
-    ByLayer,
-    Coded,
-    FineTune,
-    LoRA,
-    LowRank,
-    SPDelta,
-    SPLoRA,
-    SPPaRA,
-    Stored,
-    Update,
-)
 from spalier.errors import SpalierError, TaskFileError
 from spalier.pruning.modules import set_spread_
 from spalier.pruning.plan import PRUNED_MARK
@@ -56,12 +44,11 @@ def apply_to_(task: Task, base: Base, structure: Structure | None) -> None:
     net = base.net
     adapter = _adapter(task)  # whatever may fail comes before the base is changed
     _check_described(task, adapter, base)
-    heads = list(task.table.heads)
-    learned = _owners(base, {n for row in task.table.rows if row.source == "values" for n in row.names})
-    learned -= set(heads)
+    heads, own = list(task.table.heads), [row for row in task.table.rows if row.source == "values"]
+    learned = _owners(base, {name for row in own for name in row.names}) - set(heads)
     chosen = _owners(base, {name for row, cut in task.cut_rows if cut.matrices for name in row.names})
-    also = {n for row in task.table.rows if row.source == "values" and row.path not in heads for n in row.names}
-    if isinstance(adapter, FineTune):  # norms are among what was chosen, by whichever option
+    also = {name for row in own if row.path not in heads for name in row.names}
+    if isinstance(adapter, kinds.FineTune):  # norms are among what was chosen, by whichever option
         chosen, learned, also = learned, set(), set()
     try:
         attach_with_(
@@ -96,15 +83,15 @@ def _owners(base: Base, names: set[str]) -> set[str]:
 
 
 def _adapter(task: Task) -> Any:
-    if task.info.adapter == {"kind": ByLayer.__name__}:
+    if task.info.adapter == {"kind": kinds.ByLayer.__name__}:
         made = {row.names[0]: _of_source(row.source) for row in task.table.rows}
-        return ByLayer({name: adapter for name, adapter in made.items() if adapter is not None})
-    settings, kinds = dict(task.info.adapter), {kind.__name__: kind for kind in ADAPTERS.values()}
-    kind = kinds.get(settings.pop("kind"))
-    known = set() if kind is None else {f.name for f in dataclasses.fields(kind)}
+        return kinds.ByLayer({name: adapter for name, adapter in made.items() if adapter is not None})
+    settings, known = dict(task.info.adapter), {kind.__name__: kind for kind in kinds.ADAPTERS.values()}
+    kind = known.get(settings.pop("kind"))
+    options = set() if kind is None else {f.name for f in dataclasses.fields(kind)}
     try:
-        if kind is None or not set(settings) <= known:
-            raise ValueError(f"expected one of {', '.join(kinds)} and its settings")
+        if kind is None or not set(settings) <= options:
+            raise ValueError(f"expected one of {', '.join(known)} and its settings")
         return kind(**settings)
     except (SpalierError, TypeError, ValueError) as error:
         raise TaskFileError("metadata", f"the adapter cannot be made again: {error}") from error
@@ -112,16 +99,16 @@ def _adapter(task: Task) -> Any:
 
 def _check_described(task: Task, adapter: Any, base: Base) -> None:
     """Whether the adapter that the file describes builds what its table has."""
-    for row, cut in task.cut_rows if not isinstance(adapter, ByLayer) else ():
+    for row, cut in task.cut_rows if not isinstance(adapter, kinds.ByLayer) else ():
         found = _of_source(row.source)
         if found is None:
             continue
         is_same, geometry = type(found) is type(adapter), base.geometry(row.names[0])
-        if is_same and isinstance(found, SPLoRA):
+        if is_same and isinstance(found, kinds.SPLoRA):
             is_same = found.kernel == adapter.kernel or math.prod(geometry.kernel) == 1
             usable = min(geometry.inputs * math.prod(geometry.kernel), geometry.outputs)
             is_same = is_same and _rank_of(adapter, geometry) <= max(found.rank, _MAX_RANK, usable)
-        elif is_same and isinstance(found, SPDelta):
+        elif is_same and isinstance(found, kinds.SPDelta):
             # where one row is left, it has one scale either way
             is_same = found.by_row(geometry) == adapter.by_row(geometry) or cut.shape[0] == 1
             is_same = is_same and found.bits == adapter.bits
@@ -136,7 +123,7 @@ Components may have been pruned, so more than the table has can be right; but me
 """
 
 
-def _rank_of(adapter: SPLoRA, geometry: Geometry) -> int:
+def _rank_of(adapter: kinds.SPLoRA, geometry: Geometry) -> int:
     try:
         return adapter.fit(geometry).rank or 0
     except SpalierError as error:
@@ -150,12 +137,12 @@ def _of_source(source: rows.Source) -> Any:
     """The adapter that builds an update like this."""
     match source:
         case rows.LowRank():
-            kind = LoRA if source.whole else SPLoRA
+            kind = kinds.LoRA if source.whole else kinds.SPLoRA
             return kind(rank=source.rank, kernel="full" if source.taps > 1 else "center")
         case rows.Delta():
-            return SPDelta(bits=_BITS[source.levels], scales="row" if source.by_row else "layer")
+            return kinds.SPDelta(bits=_BITS[source.levels], scales="row" if source.by_row else "layer")
         case rows.Pointwise():
-            return SPPaRA()
+            return kinds.SPPaRA()
     return None
 
 
@@ -196,42 +183,39 @@ def _fill_(task: Task, net: nn.Module, base: Base, changes: Changes) -> None:
             update = update_of(places)
             if update is not None:
                 matrices = [next(stored) for _ in cut.matrices]
-                if task.info.storage.startswith("int8") and not isinstance(update, Coded):  # factors go on as numbers
-                    matrices = [as_numbers(matrix) for matrix in matrices]
-                fill_(changes, update, matrices)
+                # of 8-bit integers factors go on as numbers
+                is_number = task.info.storage.startswith("int8") and not isinstance(update, kinds.Coded)
+                fill_(changes, update, list(map(as_numbers, matrices)) if is_number else matrices)
 
 
-def fill_(changes: Changes, update: Update, stored: Sequence[Stored]) -> None:
+def fill_(changes: Changes, update: kinds.Update, stored: Sequence[kinds.Stored]) -> None:
     """Let an update hold what a task file has for it."""
-    if isinstance(update, Coded):
+    if isinstance(update, kinds.Coded):
         values, scale = _scaled(stored[0], update.delta)
         assert scale is not None
         changes.set_values_(update.delta, values.reshape(update.delta.shape))
         changes.set_values_(update.gain, torch.ones_like(scale))
         changes.set_(update, "_buffers", "scale", scale)
         return
-    names = ("down_scale", "up_scale") if isinstance(update, LowRank) else ("",)
+    names = ("down_scale", "up_scale") if isinstance(update, kinds.LowRank) else ("",)
     for parameter, matrix, key in zip(update.parameters(), stored, names, strict=True):
         values, scale = _scaled(matrix, parameter)
         if scale is not None and key:  # other updates have no codes, so theirs go on as numbers
             changes.set_(update, "_buffers", key, scale)
             changes.set_(update, "", "levels", matrix.levels)
-        changes.set_values_(parameter, values.reshape(_shape(parameter, values)))
+        # a factor may have another rank, or fewer channels, than the parameter has now
+        taps = max(1, parameter[0, 0].numel())
+        shape = len(values), values.shape[1] // taps, *parameter.shape[2:]
+        changes.set_values_(parameter, values.reshape(shape))
 
 
-def _scaled(matrix: Stored, like: nn.Parameter) -> tuple[Tensor, Tensor | None]:
+def _scaled(matrix: kinds.Stored, like: nn.Parameter) -> tuple[Tensor, Tensor | None]:
     """The numbers that codes stand for, and their scales, which are not negative."""
     values = matrix.values.to(like.device, like.dtype, copy=True)
     if matrix.scale is None:
         return values, None
     scale = matrix.scale.to(like)
     return values * scale[:, None], scale.abs()
-
-
-def _shape(parameter: nn.Parameter, values: Tensor) -> tuple[int, ...]:
-    """Of a factor that may have another rank, or fewer channels, than the parameter has now."""
-    taps = max(1, parameter[0, 0].numel())
-    return len(values), values.shape[1] // taps, *parameter.shape[2:]
 
 
 def _put_(changes: Changes, places: Sequence[Owner], value: Tensor) -> None:

@@ -79,7 +79,9 @@ def check_base(task: Task, base: Base) -> None:
         raise _misfit(f"the task was learned on another architecture than this {type(base.net).__name__}")
     if base.values_without(table.own) != task.info.base.values:
         raise _misfit("the base has other weights than the one that the task was learned on", code="base-values")
-    _check_left(task)
+    for row, cut in task.cut_rows:  # masks that lie on one axis together may leave nothing of it
+        if 0 in cut.shape and 0 not in row.shape:
+            raise TaskFileError("mask", f"the masks leave nothing of {quoted(row.names[0])}")
     fitting = base.fitting.setdefault(table, set())
     counts = tuple([int(mask.sum()) for mask in task.masks])
     # attributes and calls go with the masks of one task
@@ -134,13 +136,6 @@ def _check_table(table: Table, base: Base) -> None:
     for path in (*(w.module for w in table.writers), *table.attributes, *table.calls, *table.heads, *folds):
         if path not in base.modules:
             raise _misfit(f"the base has no module {quoted(path)}")
-
-
-def _check_left(task: Task) -> None:
-    """Whether masks that lie on one axis together leave anything of it."""
-    for row, cut in task.cut_rows:
-        if 0 in cut.shape and 0 not in row.shape:
-            raise TaskFileError("mask", f"the masks leave nothing of {quoted(row.names[0])}")
 
 
 def _check_runs(task: Task, base: Base) -> None:
@@ -255,12 +250,10 @@ class _Builder:
         made: dict[str, Tensor] = {}
         for row, cut in self.task.cut_rows:
             for name in row.names:
-                if row.source == "values":
-                    tensor = self._own_values(name)
-                elif row.source == "integers":
-                    tensor = self._own_integers(name)
-                elif row.source == "base":
+                if row.source == "base":
                     tensor = self._cut(self.base.tensors[name], cut)
+                elif isinstance(row.source, str):
+                    tensor = self._own(name, next(self._values if row.source == "values" else self._integers))
                 else:
                     tensor = self._adapted(name, row.source, cut)
                 made[name] = self._like_base(name, tensor)
@@ -274,17 +267,13 @@ class _Builder:
         learns = self.base.flags[name]
         return values if learns is None else nn.Parameter(values, requires_grad=learns and not self._share)
 
-    def _own_values(self, name: str) -> Tensor:
-        dtype, found = self.base.tensors[name].dtype, next(self._values)
-        if found.dtype != dtype:
-            found = found.to(dtype)
-            _check_finite(name, found)
-        return found if self._share else found.clone()
-
-    def _own_integers(self, name: str) -> Tensor:
-        dtype, found = self.base.tensors[name].dtype, next(self._integers)
-        made = found if dtype == torch.int64 else found.to(dtype)
-        if made is not found and not torch.equal(made.to(torch.int64), found):
+    def _own(self, name: str, found: Tensor) -> Tensor:
+        """A tensor of the task's own, in the base's dtype."""
+        dtype = self.base.tensors[name].dtype
+        made = found if found.dtype == dtype else found.to(dtype)
+        if made is not found and found.is_floating_point():
+            _check_finite(name, made)
+        elif made is not found and not torch.equal(made.to(torch.int64), found):
             raise TaskFileError("base", f"{quoted(name)} is {dtype}, too small for its numbers")
         return made if self._share else made.clone()
 

@@ -42,7 +42,7 @@ def described_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str
     try:
         found: dict[str, Any] = {"args": [_described(value) for value in args]}
         found |= {"kwargs": {key: _described(value) for key, value in kwargs.items()}}
-        check_inputs(found)
+        inputs_of(found)  # of zeros that take no memory
         return found
     except (TypeError, TaskFileError):
         return {}
@@ -58,11 +58,6 @@ def _described(value: Any) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     raise TypeError(f"a {type(value).__name__} is no input that a file can state")
-
-
-def check_inputs(described: Mapping[str, Any]) -> None:
-    """Refuse what no call could be made of."""
-    inputs_of(described)  # of zeros that take no memory
 
 
 def inputs_of(described: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -203,12 +198,6 @@ def _pairwise(x: Tensor, other: Any, **kwargs: Any) -> Sequence[int] | None:
     return x.shape if x.shape == other.shape else tuple(torch.broadcast_shapes(x.shape, other.shape))
 
 
-def _in_place(x: Tensor, other: Any, **kwargs: Any) -> Sequence[int] | None:
-    shape = _pairwise(x, other, **kwargs)
-    _fits(shape is None or tuple(shape) == tuple(x.shape), "a sum in place", x.shape)
-    return shape
-
-
 _RULES: dict[Any, Callable[..., Sequence[int] | None]] = {
     F.linear: _linear,
     **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d), _convolution),
@@ -217,7 +206,6 @@ _RULES: dict[Any, Callable[..., Sequence[int] | None]] = {
     F.scaled_dot_product_attention: _attention,
     **dict.fromkeys((torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__), _product),
     **dict.fromkeys((torch.add, torch.mul, Tensor.add, Tensor.mul, Tensor.__add__, Tensor.__mul__), _pairwise),
-    **dict.fromkeys((Tensor.add_, Tensor.mul_, Tensor.__iadd__, Tensor.__imul__), _in_place),
     **dict.fromkeys(
         (F.relu, F.gelu, F.silu, F.softmax, F.dropout, torch.relu, Tensor.relu), lambda x, *args, **kwargs: x.shape
     ),

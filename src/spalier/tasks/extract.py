@@ -264,8 +264,7 @@ class _Extractor:
 def base_groups(net: nn.Module, module: nn.Module, name: str) -> int:
     """How many groups the layer of a weight has in the base."""
     noted = (net.__dict__.get(PRUNED_MARK) or {}).get("attributes", {}).get(name.rpartition(".")[0], {})
-    groups: int = noted.get("groups", getattr(module, "groups", 1))
-    return groups
+    return int(noted.get("groups", getattr(module, "groups", 1)))
 
 
 def source_of(update: Update, groups: int) -> Source | None:

@@ -9,16 +9,16 @@ import contextlib
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spalier import files
 from spalier.errors import TaskFileError
-from spalier.tasks.format import SUFFIX, Density, check_name, dump_json, share_text
+from spalier.tasks.format import SUFFIX, check_name
 from spalier.tasks.store import Store
-from spalier.tasks.task import Task, TaskInfo
+from spalier.tasks.task import Task
+from spalier.text import first_few
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -32,16 +32,6 @@ MAX_ANSWER = 300
 _PUNCTUATION = re.compile(r"[!-+:-@\[-`{-~]|(?<!\w)-|-(?!\w)")
 _SECRET = re.compile(r"\bhf_[A-Za-z0-9]{20,}|(?<=[Bb]earer )\S+")
 
-# the hub refuses a card whose licence is not among its own (huggingface_hub issue 4218): SPDX names in lower case, a
-# few of models, and families such as "gpl", which are left out here
-_LICENCES = """
-    afl-3.0 agpl-3.0 apache-2.0 artistic-2.0 bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc-by-2.0
-    cc-by-2.5 cc-by-3.0 cc-by-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0
-    cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc0-1.0
-    cdla-permissive-1.0 cdla-permissive-2.0 cdla-sharing-1.0 ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2
-    gemma gpl-2.0 gpl-3.0 isc lgpl-2.1 lgpl-3.0 llama2 llama3 llama3.1 llama3.2 llama3.3 lppl-1.3c mit mpl-2.0 ms-pl
-    ncsa ofl-1.1 openrail osl-3.0 postgresql unlicense wtfpl zlib
-"""
 _USAGE = """## How to use
 
 `base` is the network that the task was learned on; its fingerprints are checked.
@@ -72,25 +62,19 @@ def card(task: Task, size: int, repository: str = "OWNER/NAME") -> str:
         metrics=list(info.metrics) or None,
         **_licence(info.licence),
     )
-    classes = _section("Classes", "output", "class", enumerate(info.classes[:MAX_CLASSES]))
-    if len(info.classes) > MAX_CLASSES:
-        classes += f"\n\nand {len(info.classes) - MAX_CLASSES:,} more, which are in the file."
+    said = f"{info}\nall classes: {first_few(info.classes, MAX_CLASSES)}\nfile: {info.name}{SUFFIX}, {size:,} bytes"
     parts = [
         f"# {escaped(info.name)}",
         "A task for one frozen base network: which of its channels are kept, and what was learned on top. With the "
         "base, it builds a plain network that is smaller and faster; without it, it is of no use.",
-        _section("Facts", "", "", _facts(info, size)),
-        _section("Metrics", "metric", "value", ((key, f"{value:g}") for key, value in info.metrics.items())),
-        classes,
-        _section("Preprocessing", "setting", "value", info.preprocessing.items()),
-        _section("Provenance", "", "", info.provenance.items()),
+        f"<pre>\n{escaped(said)}\n</pre>",
         _USAGE.format(repository=json.dumps(repository), name=json.dumps(info.name)),
     ]
-    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"
 
 
 def escaped(text: str) -> str:
-    """Text that Markdown and HTML show as it is, in a table too.
+    """Text that Markdown and HTML show as it is.
 
     >>> escaped("a|b <i>")
     'a&#124;b &#60;i&#62;'
@@ -101,35 +85,12 @@ def escaped(text: str) -> str:
 def _licence(licence: str) -> dict[str, Any]:
     """The licence as the hub knows it, or as another one with its name."""
     known = licence.lower().removesuffix("-only")
-    if not licence or known in _LICENCES.split():
+    # the hub refuses a card whose licence is not among its own (huggingface_hub issue 4218): SPDX names in lower case,
+    # a few of models, and families such as "gpl", which are left out here
+    if not licence or known in Path(__file__).with_name("licences.txt").read_text("utf-8").split():
         return {"license": known} if licence else {}
     name = re.sub(r"[^a-z0-9.]+", "-", licence.lower()).strip("-.")
     return {"license": "other", **({"license_name": name} if name else {})}
-
-
-def _facts(info: TaskInfo, size: int) -> list[tuple[str, str]]:
-    settings = ", ".join(f"{key}={_text(value)}" for key, value in info.adapter.items() if key != "kind")
-    return [
-        ("adapter", f"{info.adapter['kind']}({settings})"),
-        ("learned parameters", f"{info.learned:,}"),
-        *((f"{f.name} kept", share_text(getattr(info.density, f.name))) for f in fields(Density)),
-        ("stored as", info.storage),
-        ("file", f"{info.name}{SUFFIX}"),
-        ("file size", f"{size:,} bytes"),
-        ("base, its architecture", info.base.architecture),
-        ("base, its values", info.base.values),
-        ("licence", info.licence or "not stated"),
-    ]
-
-
-def _section(title: str, key: str, value: str, rows: Iterable[tuple[Any, Any]]) -> str:
-    """A table under a heading, or nothing: in a cell, no text can begin a list, a rule or a block."""
-    lines = [f"| {escaped(_text(k))} | {escaped(_text(v))} |" for k, v in rows]
-    return "\n".join([f"## {title}", "", f"| {key} | {value} |", "| --- | --- |", *lines]) if lines else ""
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else dump_json(value)
 
 
 def push(
@@ -156,8 +117,7 @@ def push(
         message: of the commit.
     """
     _check_repository(repository)
-    with files.opened(store.path(name)) as (file, size):
-        data = bytes(files.read_exactly(file, size))
+    data = store._read_bytes(name)
     task = Task.from_bytes(data)
     task = replace(task, info=replace(task.info, name=name))  # as the store calls it
     with _one_error(f"pushing {name!r} to {repository!a}", token):

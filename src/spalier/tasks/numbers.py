@@ -222,11 +222,6 @@ def inflated(codes: Tensor, length: object, expected: int) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def bytes_of_version_1(numbers: Tensor) -> Tensor:
-    """8-bit integers as codes of 255 levels: one in a byte, so whatever matrices they are of."""
-    return torch.from_numpy(pack(numbers.numpy(), BYTE_LEVELS))
-
-
 def expanded(found: Any, count: int) -> tuple[int, ...]:
     """Integers from pairs of a number and how often it comes, as many as the table has places for."""
     pairs: list[Any] = found if isinstance(found, list) else [None]

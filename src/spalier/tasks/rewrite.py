@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,12 +22,14 @@ Sources = Mapping[str, tuple[Source, Sequence[Stored] | Tensor]]
 
 def rewritten(task: Task, sources: Sources, adapter: Any, base: Mapping[str, Tensor]) -> Task:
     """The task with these sources; ``base`` has all tensors of the base by their first names."""
-    own = dict(_own_values(task))
-    adapted = dict(_adapted(task))
+    tensors, matrices = own_tensors(task, "values", task.values), task.stored()
+    own = {name: next(tensors) for row in task.table.rows if row.source == "values" for name in row.names}
+    adapted = {row.names[0]: [next(matrices) for _ in cut.matrices] for row, cut in task.cut_rows if cut.matrices}
     rows: list[Row] = []
     stored: list[Stored] = []
     values: list[Tensor] = []
-    for row in _single(task.table.rows):
+    # a row for each tensor
+    for row in (replace(several, keys=(key,)) for several in task.table.rows for key in several.keys):
         (name,) = row.names
         source, numbers = sources.get(name, (row.source, None))
         if source == "base" and not any(row.axes):
@@ -46,25 +48,3 @@ def rewritten(task: Task, sources: Sources, adapter: Any, base: Mapping[str, Ten
     )
     held: dict[str, Any] = {**assembled(stored), "values": torch.cat(values) if values else task.values[:0]}
     return replace(task, info=info, table=made, **held)
-
-
-def _single(rows: Sequence[Row]) -> Iterator[Row]:
-    """A row for each tensor."""
-    for row in rows:
-        for key in row.keys:
-            yield row if len(row.keys) == 1 else replace(row, keys=(key,))
-
-
-def _own_values(task: Task) -> Iterator[tuple[str, Tensor]]:
-    tensors = own_tensors(task, "values", task.values)
-    for row in task.table.rows:
-        if row.source == "values":
-            for name in row.names:
-                yield name, next(tensors)
-
-
-def _adapted(task: Task) -> Iterator[tuple[str, list[Stored]]]:
-    stored = task.stored()
-    for row, cut in task.cut_rows:
-        if cut.matrices:
-            yield row.names[0], [next(stored) for _ in cut.matrices]

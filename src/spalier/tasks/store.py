@@ -49,18 +49,17 @@ class StoreList(InNotebooks, list[StoreEntry]):
     """The tasks of a store by name, those that differ by their density alone from the densest on. Print it."""
 
     def __str__(self) -> str:
-        rows = []
-        for entry in self:
-            row = [printable(entry.name), f"{entry.size:,}"]
-            if entry.info is None:
-                state = "" if entry.error is None else entry.error.code
-                rows.append([*row, "-", "-", "-", state])
-            else:
-                pairs = entry.info.density.channels, entry.info.density.weights
-                shares = [f"{pair[0] / pair[1]:.1%}" if pair else "-" for pair in pairs]
-                own = "" if entry.info.name == entry.name else f", calls itself {entry.info.name}"
-                rows.append([*row, f"{entry.info.learned:,}", *shares, f"sound{own}"])
+        rows = [[printable(entry.name), f"{entry.size:,}", *_state(entry)] for entry in self]
         return table(["task", "bytes", "learned", "channels", "weights", "state"], rows)
+
+
+def _state(entry: StoreEntry) -> list[str]:
+    if entry.info is None:
+        return ["-", "-", "-", entry.error.code if entry.error else ""]
+    pairs = entry.info.density.channels, entry.info.density.weights
+    shares = [f"{pair[0] / pair[1]:.1%}" if pair else "-" for pair in pairs]
+    own = "" if entry.info.name == entry.name else f", calls itself {entry.info.name}"
+    return [f"{entry.info.learned:,}", *shares, f"sound{own}"]
 
 
 def _by_density(entry: StoreEntry) -> tuple[str, float, str]:
@@ -124,11 +123,15 @@ class Store(InNotebooks):
 
     def read(self, name: str) -> tuple[Task, str]:
         """A task, and the SHA-256 of its file, from one reading."""
+        data = self._read_bytes(name)
+        return Task.from_bytes(data), hashlib.sha256(data).hexdigest()
+
+    def _read_bytes(self, name: str) -> bytes:
+        """The contents of a task's file, which nobody has looked at yet."""
         with files.opened(self.path(name)) as (file, size):
             if size > MAX_BYTES:
                 raise TaskFileError("too-large", f"the file has {size:,} bytes, more than the limit of {MAX_BYTES:,}")
-            data = bytes(files.read_exactly(file, size))
-        return Task.from_bytes(data), hashlib.sha256(data).hexdigest()
+            return bytes(files.read_exactly(file, size))
 
     def _load(self, name: str) -> Task:
         try:
@@ -176,14 +179,28 @@ class Store(InNotebooks):
 
     def list(self) -> StoreList:
         """Every task with its size and density; what cannot be read is listed with its error."""
-        return self._list(None)
+        return self.verify()
 
     def verify(self, base: nn.Module | None = None) -> StoreList:
         """Read every file; with a base, look at all its values again, and check that its tasks can be built."""
-        if base is None:
-            return self._list(None)
-        forget_digests()
-        return self._list(Base(base))
+        if base is not None:
+            forget_digests()
+        known = None if base is None else Base(base)
+        found = StoreList()
+        for name in self:
+            info, error = None, None
+            try:
+                task = self._load(name)
+                if known is not None:
+                    build(task, known, fold=False, share=True)
+                info = task.info
+            except TaskFileError as wrong:
+                error = wrong
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                size = (self.folder / f"{name}{SUFFIX}").lstat().st_size
+                found.append(StoreEntry(name, size, info, error))
+        found.sort(key=_by_density)
+        return found
 
     def report(self, base: nn.Module | None = None) -> StoreReport:
         """Bytes on disk and in memory for all tasks on one base, and when that pays against a network for each.
@@ -226,23 +243,6 @@ class Store(InNotebooks):
             raise TaskFileError(
                 "write", f"{str(self.folder)!a} cannot be locked for writing: {files.reason(error)}"
             ) from error
-
-    def _list(self, base: Base | None) -> StoreList:
-        found = StoreList()
-        for name in self:
-            info, error = None, None
-            try:
-                task = self._load(name)
-                if base is not None:
-                    build(task, base, fold=False, share=True)
-                info = task.info
-            except TaskFileError as wrong:
-                error = wrong
-            with contextlib.suppress(FileNotFoundError):  # another process has removed it
-                size = (self.folder / f"{name}{SUFFIX}").lstat().st_size
-                found.append(StoreEntry(name, size, info, error))
-        found.sort(key=_by_density)
-        return found
 
 
 # what many tasks cost together

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +64,7 @@ class Switcher(InNotebooks):
         self._fold, self._digests = fold, digests
         self._base = Base(base)
         self._ready: OrderedDict[str, ReadyNetwork] = OrderedDict()
-        self._building: dict[str, Future[ReadyNetwork]] = {}
+        self._building: dict[str, threading.Lock] = {}
         self._active: ReadyNetwork | None = None
         self._paths: dict[str, str] = {}  # making a path costs more than the rest of a warm activation
         self._pool = Pool()
@@ -80,14 +79,8 @@ class Switcher(InNotebooks):
     def __str__(self) -> str:
         with self._lock:
             sizes = {name: entry.bytes for name, entry in self._ready.items()}
-        rows = [
-            [
-                name,
-                "active" if name == self.active else "ready" if name in sizes else "on disk",
-                f"{sizes.get(name, 0):,}",
-            ]
-            for name in self.store
-        ]
+        states = dict.fromkeys(sizes, "ready") | {self.active: "active"}
+        rows = [[name, states.get(name, "on disk"), f"{sizes.get(name, 0):,}"] for name in self.store]
         return f"{self!r}\n{table(['task', 'state', 'bytes beside the base'], rows)}" if rows else repr(self)
 
     @property
@@ -122,7 +115,9 @@ class Switcher(InNotebooks):
 
     def look(self, name: str) -> ReadyNetwork | None:
         """The same where it is ready, and its file has not changed; None where it would have to be built."""
-        stamp = self._stamp(name)
+        return self._found(name, self._stamp(name))
+
+    def _found(self, name: str, stamp: tuple[int, int, int]) -> ReadyNetwork | None:
         with self._lock:
             found = self._ready.get(name)
             if found is None or found.stamp != stamp:
@@ -154,31 +149,17 @@ class Switcher(InNotebooks):
 
     def _find_or_build(self, name: str, stamp: tuple[int, int, int]) -> ReadyNetwork:
         with self._lock:
-            found = self._ready.get(name)
-            if found is not None and found.stamp == stamp:
-                self._ready.move_to_end(name)
+            building = self._building.setdefault(name, threading.Lock())
+        with building:  # one thread builds, the others find it ready
+            if (found := self._found(name, stamp)) is not None:
                 return found
-            waiting = self._building.get(name)
-            if waiting is None:
-                promise: Future[ReadyNetwork] = Future()
-                self._building[name] = promise
-        if waiting is not None:  # another thread builds it already
-            return waiting.result()
-        try:
             task, digest = self.store.read(name) if self._digests else (self.store.load(name), "")
             net = build(task, self._base, fold=self._fold, share=True, pool=self._pool)
             made = ReadyNetwork(name, net, task.info, bytes_beside(task, self._base), stamp, digest)
-        except BaseException as error:
             with self._lock:
-                del self._building[name]
-            promise.set_exception(error)
-            raise
-        with self._lock:
-            self._ready[name] = made
-            self._ready.move_to_end(name)
-            del self._building[name]
-        promise.set_result(made)
-        return made
+                self._ready[name] = made
+                self._ready.move_to_end(name)
+            return made
 
     def _stamp(self, name: str) -> tuple[int, int, int]:
         path = self._paths.get(name) or str(self.store.path(name))

@@ -20,47 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from spalier import __version__, files
-from spalier.adapters.codes import are_codes, unpack
+from spalier.adapters.codes import are_codes, pack, unpack
 from spalier.adapters.kinds import Stored
 from spalier.errors import ConfigError, TaskFileError
-from spalier.tasks.dry_run import check_inputs
-from spalier.tasks.format import (
-    MAX_BYTES,
-    SUFFIX,
-    VERSION,
-    Density,
-    Fingerprint,
-    check_field,
-    check_name,
-    check_plain,
-    check_text,
-    density_of,
-    fingerprint_of,
-    is_sizes,
-    known_version,
-    largest,
-    pack_container,
-    plain,
-    plain_dict,
-    quoted,
-    share_text,
-    unpack_container,
-)
-from spalier.tasks.numbers import (
-    as_numbers,
-    assembled,
-    bytes_of_version_1,
-    cast,
-    cast_scales,
-    deflated,
-    expanded,
-    in_bytes,
-    inflated,
-    scales_in_bytes,
-    scales_of_bytes,
-    values_in_bytes,
-    values_of_bytes,
-)
+from spalier.tasks import format, numbers
+from spalier.tasks.dry_run import inputs_of
+from spalier.tasks.format import Density, Fingerprint
 from spalier.tasks.rows import Cut, Delta, Mask, Matrices, Row
 from spalier.tasks.table import Table, Writer
 from spalier.text import InNotebooks, check_integer
@@ -105,22 +70,22 @@ class TaskInfo(InNotebooks):
     """What the base was traced with: dtypes and shapes of ``args`` and ``kwargs``; empty where nobody said."""
 
     def __post_init__(self) -> None:
-        check_name(self.name)
-        check_field("adapter", isinstance(self.adapter.get("kind"), str), "a dict with a kind")
-        check_field("learned", is_sizes([self.learned], 1), "a number")
-        check_field("storage", self.storage in STORAGES, f"one of {', '.join(STORAGES)}")
-        numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in self.metrics.values())
-        check_field("metrics", numbers, "a dict of numbers")
-        check_field("classes", all(isinstance(c, str) for c in self.classes), "a list of names")
-        check_text("licence", self.licence)
+        format.check_name(self.name)
+        format.check_field("adapter", isinstance(self.adapter.get("kind"), str), "a dict with a kind")
+        format.check_field("learned", format.is_sizes([self.learned], 1), "a number")
+        format.check_field("storage", self.storage in STORAGES, f"one of {', '.join(STORAGES)}")
+        are_numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in self.metrics.values())
+        format.check_field("metrics", are_numbers, "a dict of numbers")
+        format.check_field("classes", all(isinstance(c, str) for c in self.classes), "a list of names")
+        format.check_text("licence", self.licence)
         for name in ("adapter", "metrics", "classes", "preprocessing", "provenance", "inputs"):
-            check_plain(name, getattr(self, name))
+            format.check_plain(name, getattr(self, name))
         if self.inputs:
-            check_inputs(self.inputs)
+            inputs_of(self.inputs)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it; fields that say nothing are left out."""
-        found = {"format": VERSION, **asdict(self)}
+        found = {"format": format.VERSION, **asdict(self)}
         found["density"] = {key: pair for key, pair in found["density"].items() if pair}
         return {key: value for key, value in found.items() if value or key in _NEEDED}
 
@@ -135,11 +100,11 @@ class TaskInfo(InNotebooks):
             "learned": int,
             "classes": list,
         }
-        check_field("description", set(rest) >= _NEEDED, f"the fields {', '.join(sorted(_NEEDED))}")
+        format.check_field("description", set(rest) >= _NEEDED, f"the fields {', '.join(sorted(_NEEDED))}")
         for key, value in rest.items():
-            check_field("description", key in kinds, f"no {quoted(key)}")
-            check_field(key, type(value) is kinds[key], f"a {kinds[key].__name__}")
-        rest["base"], rest["density"] = fingerprint_of(rest["base"]), density_of(rest["density"])
+            format.check_field("description", key in kinds, f"no {format.quoted(key)}")
+            format.check_field(key, type(value) is kinds[key], f"a {kinds[key].__name__}")
+        rest["base"], rest["density"] = format.fingerprint_of(rest["base"]), format.density_of(rest["density"])
         return TaskInfo(**{**rest, "classes": tuple(rest.get("classes", ()))})
 
     def lines(self) -> list[tuple[str, str]]:
@@ -150,7 +115,7 @@ class TaskInfo(InNotebooks):
             ("name", self.name),
             ("adapter", f"{self.adapter['kind']}({settings})"),
             ("learned", f"{self.learned:,} parameters, stored as {self.storage}"),
-            *((f.name, share_text(getattr(self.density, f.name))) for f in fields(Density)),
+            *((f.name, format.share_text(getattr(self.density, f.name))) for f in fields(Density)),
             *((key, f"{value:g}") for key, value in self.metrics.items()),
             ("classes", f"{len(self.classes)}: {some}" if self.classes else "not stated"),
             *((key, str(value)) for key, value in self.preprocessing.items()),
@@ -224,16 +189,16 @@ class Task(InNotebooks):
         """
         from spalier.tasks.extract import extract
 
-        check_name(name)
+        format.check_name(name)
         if isinstance(classes, str):
             raise TaskFileError("metadata", f"classes is the text {classes!a}, expected a list of names")
         versions = {"spalier": __version__, "torch": torch.__version__.partition("+")[0]}
         said = {
-            "metrics": plain_dict("metrics", metrics),
-            "classes": tuple(plain(list(classes))),
-            "preprocessing": plain_dict("preprocessing", preprocessing),
+            "metrics": format.plain_dict("metrics", metrics),
+            "classes": tuple(format.plain(list(classes))),
+            "preprocessing": format.plain_dict("preprocessing", preprocessing),
             "licence": licence or "",
-            "provenance": versions | plain_dict("provenance", provenance),
+            "provenance": versions | format.plain_dict("provenance", provenance),
         }
         return extract(net, structure, name, said)
 
@@ -357,21 +322,21 @@ class Task(InNotebooks):
             raise ConfigError(f"storage is {storage!r}, expected one of {', '.join(map(repr, STORAGES))}")
         task = self
         if storage in _IN_BYTES:
-            task = replace(self, table=self.table.in_bytes, **assembled(map(in_bytes, self.stored())))
+            task = replace(self, table=self.table.in_bytes, **numbers.assembled(map(numbers.in_bytes, self.stored())))
         elif self.info.storage in _IN_BYTES:
-            task = replace(self, table=self.table.in_numbers, **assembled(self._with_numbers()))
+            task = replace(self, table=self.table.in_numbers, **numbers.assembled(self._with_numbers()))
         task = replace(task, info=replace(self.info, storage=storage))
         if storage == "exact":
             return task
         dtype = _DTYPES.get(storage, torch.float16)
         if storage == "int8-all":
-            values = values_of_bytes(values_in_bytes(task.values, self._own_shapes), self._own_shapes)
+            values = numbers.values_of_bytes(numbers.values_in_bytes(task.values, self._own_shapes), self._own_shapes)
         else:
-            values = cast(task.values, dtype, "norms or head")
+            values = numbers.cast(task.values, dtype, "norms or head")
         return replace(
             task,
-            adapters=cast(task.adapters, dtype, "adapters"),
-            scales=cast_scales(task.scales, dtype, task.adapter_shapes, in_bytes=storage == "int8-all"),
+            adapters=numbers.cast(task.adapters, dtype, "adapters"),
+            scales=numbers.cast_scales(task.scales, dtype, task.adapter_shapes, in_bytes=storage == "int8-all"),
             values=values,
         )
 
@@ -390,23 +355,23 @@ class Task(InNotebooks):
             tensors["scales"] = task.scales
         is_small = task.info.storage == "int8-all"
         if is_small:
-            tensors["values"] = values_in_bytes(task.values, task._own_shapes)
+            tensors["values"] = numbers.values_in_bytes(task.values, task._own_shapes)
         if is_small and task.scales.numel():
-            in_bytes = scales_in_bytes(task.scales)
-            if torch.equal(scales_of_bytes(in_bytes), task.scales.float()):
-                tensors["scales"] = in_bytes
+            small = numbers.scales_in_bytes(task.scales)
+            if torch.equal(numbers.scales_of_bytes(small), task.scales.float()):
+                tensors["scales"] = small
         if task.codes.numel():
-            tensors["codes"], before = deflated(task.codes)
+            tensors["codes"], before = numbers.deflated(task.codes)
             description |= {"codes": before} if before else {}
         if task.integers:
             # most are alike: the norms of a network have seen equally many batches
             description["integers"] = [[number, len(list(run))] for number, run in groupby(task.integers)]
-        return pack_container(description, tensors, packed=is_small)
+        return format.pack_container(description, tensors, packed=is_small)
 
     @staticmethod
     def from_bytes(data: bytes) -> Task:
         """A task from the contents of its file, checked as `load` does."""
-        return _parsed(*unpack_container(io.BytesIO(data), len(data)))
+        return _parsed(*format.unpack_container(io.BytesIO(data), len(data)))
 
     def save(self, path: str | os.PathLike[str], *, storage: Storage = "exact") -> int:
         """Write NAME.task.safetensors, whole and durable or not at all; how many bytes it has.
@@ -414,15 +379,15 @@ class Task(InNotebooks):
         ``storage="exact"`` keeps every bit; the smaller ones are those of `stored_as`.
         """
         target = _path(path)
-        if not target.name.endswith(SUFFIX):
-            raise TaskFileError("name", f"{target.name!a} does not end in {SUFFIX}, as task files do")
-        check_name(target.name.removesuffix(SUFFIX))
+        if not target.name.endswith(format.SUFFIX):
+            raise TaskFileError("name", f"{target.name!a} does not end in {format.SUFFIX}, as task files do")
+        format.check_name(target.name.removesuffix(format.SUFFIX))
         data = self.to_bytes(storage=storage)
         files.write(target, data)
         return len(data)
 
     @staticmethod
-    def load(path: str | os.PathLike[str], *, limit: int = MAX_BYTES) -> Task:
+    def load(path: str | os.PathLike[str], *, limit: int = format.MAX_BYTES) -> Task:
         """Read a task file. No code of it is run, nothing in it is trusted; what is wrong is a `TaskFileError`.
 
         Args:
@@ -433,7 +398,7 @@ class Task(InNotebooks):
         with files.opened(_path(path)) as (file, size):
             if size > limit:
                 raise TaskFileError("too-large", f"the file has {size:,} bytes, more than the limit of {limit:,}")
-            contents = unpack_container(file, size)
+            contents = format.unpack_container(file, size)
         return _parsed(*contents)
 
     # what building, applying and checking need
@@ -489,7 +454,7 @@ class Task(InNotebooks):
         stored = self.stored()
         for row, cut in self.cut_rows:
             for matrix in islice(stored, len(cut.matrices)):
-                yield matrix if isinstance(row.source, Delta) else as_numbers(matrix)
+                yield matrix if isinstance(row.source, Delta) else numbers.as_numbers(matrix)
 
     @property
     def _own_shapes(self) -> list[tuple[int, ...]]:
@@ -509,7 +474,7 @@ class Task(InNotebooks):
             tensor: Tensor = getattr(self, name)
             if tensor.numel() != expected:
                 raise TaskFileError("sizes", f"{name} has {tensor.numel():,} numbers, the table says {expected:,}")
-            if not math.isfinite(largest(tensor)):
+            if not math.isfinite(format.largest(tensor)):
                 raise TaskFileError("non-finite", f"{name} holds NaN or infinite numbers")
         codes = self.codes.numpy()
         for shape, (_, begin, _) in zip(shapes, self.places, strict=True):
@@ -521,7 +486,7 @@ class Task(InNotebooks):
 
 def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
     """A task of what a file holds, where all of it fits together."""
-    version = known_version(description.get("format"))
+    version = format.known_version(description.get("format"))
     length, pairs = description.pop("table", None), description.pop("integers", [])
     length_of_codes = description.pop("codes", None) if version > 1 else None
     info = TaskInfo.from_dict(description)
@@ -531,35 +496,33 @@ def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
     table = Table.from_bytes(tensors["table"].numpy().tobytes(), length, version)
     masks = table.unpack(tensors["masks"].numpy())
     empty, no_bytes = torch.empty(0, device="cpu"), torch.empty(0, dtype=torch.uint8, device="cpu")
-    numbers: dict[str, Any] = {
+    held: dict[str, Any] = {
         "adapters": tensors["adapters"],
         "codes": tensors.get("codes", no_bytes),
         "scales": tensors.get("scales", empty),
     }
     if version == 1:
         _check_version_1(info, tensors)
-    elif numbers["adapters"].dtype == torch.int8:
+    elif held["adapters"].dtype == torch.int8:
         raise TaskFileError("dtype", "adapters is I8, expected floating point in format 2, whose codes are apart")
     is_small, in_bytes_now = version > 1 and info.storage == "int8-all", tensors["values"].dtype == torch.int8
     if in_bytes_now != is_small:
         raise TaskFileError("dtype", f"values are {'' if in_bytes_now else 'not '}I8, with the storage {info.storage}")
-    if numbers["scales"].dtype == torch.uint8:
+    if held["scales"].dtype == torch.uint8:
         if not is_small:
             raise TaskFileError("dtype", f"scales are U8, with the storage {info.storage}")
-        numbers["scales"] = scales_of_bytes(numbers["scales"])
+        held["scales"] = numbers.scales_of_bytes(held["scales"])
     if version == 1 and info.storage == "int8":
         table = table.in_bytes
-        numbers |= {"adapters": empty, "codes": bytes_of_version_1(tensors["adapters"])}
-    task = Task(info, table, masks, **numbers, values=tensors["values"], integers=expanded(pairs, table.integers))
-    read: dict[str, Any] = {}
+        # 8-bit integers as codes of 255 levels: one in a byte, so whatever matrices they are of
+        codes = torch.from_numpy(pack(tensors["adapters"].numpy(), numbers.BYTE_LEVELS))
+        held |= {"adapters": empty, "codes": codes}
+    task = Task(info, table, masks, **held, values=tensors["values"], integers=numbers.expanded(pairs, table.integers))
+    # nobody has seen the task yet, and what masks leave of its table takes as long to find as all the rest
     if length_of_codes is not None:
-        read["codes"] = inflated(task.codes, length_of_codes, task._bytes_of_codes)
+        vars(task)["codes"] = numbers.inflated(task.codes, length_of_codes, task._bytes_of_codes)
     if in_bytes_now:
-        read["values"] = values_of_bytes(tensors["values"], task._own_shapes)
-    if read:
-        known: dict[str, Any] = {key: vars(task)[key] for key in ("cut_rows", "adapter_shapes") if key in vars(task)}
-        task = replace(task, **read)
-        vars(task).update(known)  # which take as long as all the rest
+        vars(task)["values"] = numbers.values_of_bytes(tensors["values"], task._own_shapes)
     task._check_numbers()
     return task
 
