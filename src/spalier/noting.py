@@ -58,9 +58,8 @@ class Noted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note one operation."""
-        given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         # what is computed from constants alone has values, which the network's code may ask for
-        is_constant = bool(given) and not any(isinstance(a, FakeTensor) for a in given)
+        is_constant = not any(isinstance(a, FakeTensor) for a in args) and _are_constants((args, kwargs))
         with unset_fake_temporarily() if is_constant else nullcontext():
             # the kernel takes more than PyTorch says of it without values
             out = _grouped(*args[:2]) if func is torch.ops.aten._grouped_mm.default else func(*args, **(kwargs or {}))
@@ -70,6 +69,10 @@ class Noted(TorchDispatchMode):
             self.log.append(("made", self.running[-1], shape))
         self.log += [("facts", self.running[-1], fact) for fact in _facts(func, args, kwargs or {}, out)]
         return out
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and to see to that costs time with every operation
 
     def count(self, place: str, kind: Any) -> int:
         """The number of a view among those of its kind that a module makes, however often it runs."""
@@ -169,6 +172,11 @@ def _state(module: nn.Module) -> list[Any]:
     """All attributes of a module and those inside of it, and how much is in those that hold several."""
     values = [value for each in module.modules() for value in each.__dict__.values()]
     return values + [len(value) for value in values if isinstance(value, list | dict | set)]
+
+
+def _are_constants(given: Any) -> bool:
+    kinds = {isinstance(each, FakeTensor) for each in tree_leaves(given) if isinstance(each, Tensor)}
+    return kinds == {False}
 
 
 def _grouped(x: Tensor, weights: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ import re
 import shlex
 from pathlib import Path
 
-import pictures
 import pytest
+import report_pictures
 from PIL import Image
 
 from spalier.cli.demo import BATCH_SIZE, CODES, DENSITIES, TASKS, _verdict
@@ -119,7 +119,7 @@ def test_the_report_is_there_and_the_next_commands_work(folder, spalier, monkeyp
 
 @pytest.mark.slow
 def test_the_pictures_of_the_docs_are_made_of_it(folder, tmp_path, fonts):
-    pictures.make_pictures(folder / "runs", tmp_path)
+    report_pictures.make_pictures(folder / "runs", tmp_path)
     page = (ROOT / "docs" / "report.md").read_text()
     assert {path.name for path in tmp_path.iterdir()} == set(re.findall(r"\(assets/(\S+\.png)\)", page))
     for path in tmp_path.iterdir():

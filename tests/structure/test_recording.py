@@ -176,3 +176,9 @@ def test_reasons_name_the_lines_of_the_networks_own_code():
     reasons = [frozen.reason for frozen in sp.trace(Odd(), torch.randn(2, 6)).frozen]
     line = Odd.forward.__code__.co_firstlineno + 1
     assert any(f"cumsum at test_recording.py:{line}" in reason for reason in reasons)
+
+
+def test_reasons_of_layers_alone_name_the_layer():
+    structure = sp.trace(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), torch.randn(2, 6))
+    reasons = [frozen.reason for frozen in structure.frozen]
+    assert any("linear at linear.py:" in reason for reason in reasons)

@@ -27,6 +27,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -151,7 +152,7 @@ def record(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pro
     if not all(value is None or isinstance(value, Tensor | bool | int | float | str) for value in leaves):
         raise UnrecordableError("the network returns more than tensors and plain values")
     notes.graph.output([notes.node_of(value) for value in leaves])
-    return Program(GraphModule(nn.Module(), notes.graph), notes.tensors, notes.constants, twin)
+    return Program(_LazyGraphModule(nn.Module(), notes.graph), notes.tensors, notes.constants, twin)
 
 
 class _Recorder(ProxyTorchDispatchMode):
@@ -167,6 +168,10 @@ class _Recorder(ProxyTorchDispatchMode):
         """Where each tensor comes from."""
         self._last: Node | None = None
         self._numbers = itertools.count()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and to see to that costs time with every operation
 
     __enter__ = TorchDispatchMode.__enter__
     __exit__ = TorchDispatchMode.__exit__
@@ -233,6 +238,7 @@ def _is_factory(target: Any) -> bool:
 
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_LAYERS = f"{_TORCH}nn{os.sep}"
 
 
 def _line() -> str:
@@ -241,9 +247,9 @@ def _line() -> str:
     found = ""
     while frame is not None and frame.f_code is not record.__code__:
         file = frame.f_code.co_filename
-        if not file.startswith(_TORCH) or not found:
-            found = f'File "{file}", line {frame.f_lineno}, in {frame.f_code.co_name}'
+        line = f'File "{file}", line {frame.f_lineno}, in {frame.f_code.co_name}'
         if not file.startswith(_TORCH):
-            return found
+            return line
+        found = found or (line if file.startswith(_LAYERS) else "")
         frame = frame.f_back
     return found

@@ -1,7 +1,7 @@
 """Make the pictures of docs/report.md anew, from the runs of a demo.
 
 spalier demo
-python tools/pictures.py spalier-demo
+python tools/report_pictures.py spalier-demo
 """
 
 from __future__ import annotations
