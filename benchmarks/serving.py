@@ -297,8 +297,12 @@ class Seen:
         return found | {"statuses": {str(status): count for status, count in self.statuses.items()}}
 
 
-async def _client(connection: Any, draw: Any, seen: Seen, end: float, most: list[int], body: bytes) -> None:
+async def _client(
+    connection: Any, draw: Any, seen: Seen, end: float, most: list[int], body: bytes, pause: float
+) -> None:
     reader, writer = connection
+    if pause:  # not all at once
+        await asyncio.sleep(pause * random.random())
     kind = "application/json" if body.startswith(b"{") else "image/jpeg"
     while time.perf_counter() < end and most[0] > 0:
         most[0] -= 1
@@ -313,6 +317,8 @@ async def _client(connection: Any, draw: Any, seen: Seen, end: float, most: list
         seen.statuses[status] += 1
         if status == 200:
             seen.latencies.append(time.perf_counter() - start)
+        if pause:
+            await asyncio.sleep(max(0.0, start + pause - time.perf_counter()))
     writer.close()
 
 
@@ -325,8 +331,12 @@ def ask(
     seed: int,
     most: int = 10**9,
     body: bytes | None = None,
+    pause: float = 0.0,
 ) -> Seen:
-    """Let so many clients ask, each one request after the other, for a time or a number of requests."""
+    """Let so many clients ask, each one request after the other, for a time or a number of requests.
+
+    With a pause each asks once in so many seconds.
+    """
     weights = zipf(names) if law == "zipf" else None
     generator = random.Random(seed)
     draw = iter(lambda: generator.choices(names, weights)[0], None).__next__
@@ -337,7 +347,8 @@ def ask(
     async def all_of_them() -> None:
         connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(clients)]
         start = time.perf_counter()
-        await asyncio.gather(*(_client(each, draw, seen, start + seconds, left, sent) for each in connections))
+        ends = start + seconds
+        await asyncio.gather(*(_client(each, draw, seen, ends, left, sent, pause) for each in connections))
         seen.seconds = time.perf_counter() - start
 
     asyncio.run(all_of_them())
@@ -359,14 +370,15 @@ def measured(
 # what is measured
 
 
-def against(folder: Path, names: list[str], whole: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """All contenders in turns, at a cache of a tenth of what all networks take, by Zipf's law."""
-    servers = [Server(name, folder, whole // 10, 8700 + place) for place, name in enumerate(CONTENDERS)]
+def against(folder: Path, names: list[str], cache: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """All contenders in turns, by Zipf's law."""
+    servers = [Server(name, folder, cache, 8700 + place) for place, name in enumerate(CONTENDERS)]
     rows = []
     try:
         for server in servers:
             server.__enter__()
-            ask(server.port, names, "zipf", 8, seconds, 99)
+            for name in names[: max(1, cache // 4_100_000) if server.contender in ("spalier", "small files") else 1]:
+                ask(server.port, [name], "uniform", 1, 60, 0, most=1)
         for turn in range(rounds):
             for clients in (1, 16):
                 rows += [measured(server, names, "zipf", clients, seconds, turn) for server in servers]
@@ -410,11 +422,12 @@ def curve(folder: Path, names: list[str], whole: int, seconds: float, clients: t
 
 
 def overload(folder: Path, names: list[str], whole: int, seconds: float) -> dict[str, Any]:
-    """Before, under and after many more clients than there are places, who never wait."""
+    """Before, under and after ten times what the service holds, from many more clients than there are places."""
     with Server("spalier", folder, whole // 10, 8711) as server:
         ask(server.port, names, "zipf", 8, 5, 1)
         before = ask(server.port, names, "zipf", 8, 5, 2).row()
-        flood = ask(server.port, names, "zipf", 12 * QUEUE, seconds, 3)
+        pause = 12 * QUEUE / (10 * before["requests_a_second"])
+        flood = ask(server.port, names, "zipf", 12 * QUEUE, seconds, 3, pause=pause)
         after = [ask(server.port, names, "zipf", 8, 1, 4 + turn).row() for turn in range(4)]
         offered = sum(flood.statuses.values()) / flood.seconds
         found = {"before": before, "flood": flood.row(), "after_each_second": after, "resident": server.resident()}
@@ -483,6 +496,7 @@ def main() -> None:
     parser.add_argument("--parts", default="against,curve,overload,memory")
     parser.add_argument("--tasks", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--share", type=float, default=0.1, help="of all networks, that the cache of `against` holds")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--overload-seconds", type=float, default=60.0)
     parser.add_argument("--memory-requests", type=int, default=100_000)
@@ -514,8 +528,8 @@ def main() -> None:
         if "frameworks" in parts:
             report["frameworks"] = frameworks(folder, given.seconds, given.rounds)
         if "against" in parts:
-            rows = against(folder, names, whole, given.rounds, given.seconds)
-            report["against"] = {
+            rows = against(folder, names, int(whole * given.share), given.rounds, given.seconds)
+            report["against" if given.share == 0.1 else f"against at {given.share:.0%}"] = {
                 "seconds": given.seconds,
                 "rounds": given.rounds,
                 "medians": medians(rows),
