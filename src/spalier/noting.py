@@ -111,6 +111,7 @@ class Memory:
         self.is_off = False
         self._known: dict[tuple[Hashable, ...], tuple[Any, Hashable, list[Any]]] = {}
         self._paths = {module: path for path, module in net.named_modules()}
+        self._dicts = {module: [each.__dict__ for each in module.modules()] for module in net.modules()}
         inside = {module: [own.get(each, ()) for each in module.modules()] for module in net.modules()}
         self._inside = {module: frozenset[int]().union(*streams) for module, streams in inside.items()}
         """The streams that a module is cut in; without the network, which never runs twice alike, and what changes."""
@@ -147,9 +148,9 @@ class Memory:
         if known is not None and _plain(known[0]) == known[1]:  # else it was changed in place since
             noted.recall(known[2])
             return known[0]
-        start, before = len(noted.log), _state(module)
+        start, before = len(noted.log), _state(self._dicts[module])
         out = run(*args, **kwargs)
-        made, after = _plain(out), _state(module)
+        made, after = _plain(out), _state(self._dicts[module])
         if len(before) != len(after) or not all(map(is_, before, after)):  # others may read what it keeps
             del self._inside[module]
         elif given is not None and made is not None and _plain((args, tuple(kwargs.items()))) == given:
@@ -168,9 +169,9 @@ def _plain(value: Any) -> Hashable:
     return (type(value), value) if value is None or isinstance(value, bool | int | float | str) else None
 
 
-def _state(module: nn.Module) -> list[Any]:
+def _state(dicts: list[dict[str, Any]]) -> list[Any]:
     """All attributes of a module and those inside of it, and how much is in those that hold several."""
-    values = [value for each in module.modules() for value in each.__dict__.values()]
+    values = [value for each in dicts for value in each.values()]
     return values + [len(value) for value in values if isinstance(value, list | dict | set)]
 
 
