@@ -5,7 +5,11 @@ import io
 import json
 import re
 import shlex
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 import report_pictures
@@ -137,3 +141,21 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, spalier):
 
 def test_dev_py_runs_the_same():
     assert '[["-m", "spalier", "demo"]]' in (ROOT / "dev.py").read_text()
+
+
+@pytest.mark.slow
+def test_its_store_can_be_served(folder):
+    command = [sys.executable, "-m", "spalier", "demo", "--folder", str(folder), "--serve", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        try:
+            address = next(
+                found[1] for line in process.stderr if (found := re.search(r"served at (\S+) \(page\)", line))
+            )
+            with urlopen(f"{address}v1/tasks", timeout=60) as answer:
+                listed = json.load(answer)
+            with urlopen(address, timeout=60) as answer:
+                page = answer.read().decode()
+        finally:
+            process.send_signal(signal.SIGTERM)
+    assert {task["name"] for task in listed["tasks"]} == set(Store(folder / "tasks"))
+    assert "<title>" in page
