@@ -421,12 +421,15 @@ def curve(folder: Path, names: list[str], whole: int, seconds: float, clients: t
     return rows
 
 
-def overload(folder: Path, names: list[str], whole: int, seconds: float) -> dict[str, Any]:
-    """Before, under and after ten times what the service holds, from many more clients than there are places."""
+def overload(folder: Path, names: list[str], whole: int, seconds: float, times: float) -> dict[str, Any]:
+    """Before, under and after so many times what the service holds, from many more clients than there are places.
+
+    0 times: clients that never wait.
+    """
     with Server("spalier", folder, whole // 10, 8711) as server:
         ask(server.port, names, "zipf", 8, 5, 1)
         before = ask(server.port, names, "zipf", 8, 5, 2).row()
-        pause = 12 * QUEUE / (10 * before["requests_a_second"])
+        pause = 12 * QUEUE / (times * before["requests_a_second"]) if times else 0.0
         flood = ask(server.port, names, "zipf", 12 * QUEUE, seconds, 3, pause=pause)
         after = [ask(server.port, names, "zipf", 8, 1, 4 + turn).row() for turn in range(4)]
         offered = sum(flood.statuses.values()) / flood.seconds
@@ -499,6 +502,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.1, help="of all networks, that the cache of `against` holds")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--overload-seconds", type=float, default=60.0)
+    parser.add_argument("--overload-times", type=float, default=10.0, help="of what it holds; 0: clients never wait")
     parser.add_argument("--memory-requests", type=int, default=100_000)
     parser.add_argument("--memory-seconds", type=float, default=1200.0)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -539,7 +543,8 @@ def main() -> None:
             counts = (1, 8) if given.quick else (1, 16, 64)
             report["curve"] = curve(folder, names, whole, given.seconds, counts)
         if "overload" in parts:
-            report["overload"] = overload(folder, names, whole, given.overload_seconds)
+            found = overload(folder, names, whole, given.overload_seconds, given.overload_times)
+            report["overload" if given.overload_times else "overload, clients that never wait"] = found
         if "memory" in parts:
             report["memory"] = memory(folder, names, whole, given.memory_requests, given.memory_seconds)
     given.out.parent.mkdir(exist_ok=True)
