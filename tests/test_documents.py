@@ -116,13 +116,13 @@ def run(line, monkeypatch):
     assert program == "spalier", line
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(arguments) == 0, line
-    if arguments[0] == "train":
+    if arguments[0] in ("train", "sweep"):
         assert_learned(Path(arguments[arguments.index("--folder") + 1]), line)
 
 
 def assert_learned(folder, line):
     """What a reader would want of a command: every network, small ones too, is nearer to all right than to chance."""
-    found = [json.loads(path.read_text()) for path in (folder / "blocks").glob("??*.json")]
+    found = [json.loads(path.read_text()) for path in folder.rglob("blocks/??*.json")]
     blocks = [block for block in found if "row" in block]
     assert blocks, line
     for block in blocks:

@@ -111,9 +111,11 @@ class Memory:
         self.is_off = False
         self._known: dict[tuple[Hashable, ...], tuple[Any, Hashable, list[Any]]] = {}
         self._paths = {module: path for path, module in net.named_modules()}
-        self._dicts = {module: [each.__dict__ for each in module.modules()] for module in net.modules()}
-        inside = {module: [own.get(each, ()) for each in module.modules()] for module in net.modules()}
-        self._inside = {module: frozenset[int]().union(*streams) for module, streams in inside.items()}
+        inside = {module: list(module.modules()) for module in net.modules()}
+        self._dicts = {module: [each.__dict__ for each in parts] for module, parts in inside.items()}
+        self._inside = {
+            m: frozenset[int]().union(*(own.get(each, ()) for each in parts)) for m, parts in inside.items()
+        }
         """The streams that a module is cut in; without the network, which never runs twice alike, and what changes."""
         del self._inside[net]
 

@@ -213,7 +213,9 @@ _HEADERS = [
 @cache
 def page_and_policy(name: str) -> tuple[str, str]:
     """A page, and a policy under which nothing runs but what is in it."""
-    text = package_files("spalier.serve").joinpath(f"{name}.html").read_text("utf-8")
+    files = package_files("spalier.serve")
+    text = files.joinpath(f"{name}.html").read_text("utf-8")
+    text = text.replace("/* style.css */", files.joinpath("style.css").read_text("utf-8"))
 
     def digest(tag: str) -> str:
         inside = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)

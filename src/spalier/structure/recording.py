@@ -244,12 +244,9 @@ _LAYERS = f"{_TORCH}nn{os.sep}"
 def _line() -> str:
     """The innermost line of the network's own code, or else of a layer of PyTorch, as tracebacks have it."""
     frame: FrameType | None = sys._getframe(2)
-    found = ""
-    while frame is not None and frame.f_code is not record.__code__:
-        file = frame.f_code.co_filename
-        line = f'File "{file}", line {frame.f_lineno}, in {frame.f_code.co_name}'
-        if not file.startswith(_TORCH):
-            return line
-        found = found or (line if file.startswith(_LAYERS) else "")
+    layer: FrameType | None = None
+    while frame is not None and frame.f_code is not record.__code__ and frame.f_code.co_filename.startswith(_TORCH):
+        layer = layer or (frame if frame.f_code.co_filename.startswith(_LAYERS) else None)
         frame = frame.f_back
-    return found
+    own = layer if frame is None or frame.f_code is record.__code__ else frame
+    return f'File "{own.f_code.co_filename}", line {own.f_lineno}, in {own.f_code.co_name}' if own else ""
