@@ -41,7 +41,7 @@ from spalier.benching import Benchmark  # noqa: E402
 from spalier.data import Data, Loader, open_data  # noqa: E402
 from spalier.inputs import call, tokens  # noqa: E402
 from spalier.networks import logits_of, open_network  # noqa: E402
-from spalier.runs.learning import lr_factor  # noqa: E402
+from spalier.runs.learning import SHARED, lr_factor  # noqa: E402
 
 torchvision_ops.declare()  # transformers and peft look for torchvision as they are imported
 DATA = Path(os.environ.get("SPALIER_DATA", ROOT.parent / "shared" / "data"))
@@ -62,27 +62,37 @@ class Spec:
 
     name: str
     title: str
-    epochs: int
+    epochs: int = 2
     """Before the first prune."""
-    per_prune: int
+    per_prune: int = 1
     refit: int = 1
+    samples: int | None = None
+    """How many of the training samples are used; all, if None."""
+
+    @property
+    def all_epochs(self) -> int:
+        """What the network with half of the MACs has learned for, once it is written within a budget of bytes."""
+        return self.epochs + self.per_prune + self.refit
 
 
 SPECS = {
     spec.name: spec
     for spec in (
-        Spec("trec", "TREC, 6 kinds of questions", epochs=2, per_prune=1),
-        Spec("sst2", "SST-2, 2 sentiments", epochs=2, per_prune=1),
-        Spec("banking77", "Banking77, 77 intents", epochs=4, per_prune=2),
+        Spec("trec", "TREC, 6 kinds of questions"),
+        Spec("sst2", "SST-2, 2 sentiments", samples=5000),
+        Spec("banking77", "Banking77, 77 intents"),
     )
 }
 TITLES = {
     "fine-pruning": "fine-tuning, fine-pruning",
+    "longer": "fine-tuning, as many epochs as all that led to 50% within bytes",
     "bytes": f"the same, written within {BUDGET:,} bytes",
     "splora": f"SPLoRA, rank {RANK}",
     "lora": f"LoRA by PEFT, rank {RANK}",
 }
-"""At 100% nothing is pruned: fine-pruning is fine-tuning there, and LoRA is there alone."""
+"""At 100% nothing is pruned: fine-pruning is fine-tuning there; LoRA and fine-tuning for longer are there alone."""
+SEEDS = {"longer": 1}
+"""How many seeds are asked for, where that is not three."""
 
 
 def network() -> str:
@@ -92,6 +102,7 @@ def network() -> str:
 def settings(spec: Spec, seed: int, **more: Any) -> sp.TransferPruning:
     shared = {"data": f"text:{DATA / 'text' / spec.name}", "network": network(), "seed": seed, "trackers": ()}
     shared |= {"checkpoint_seconds": 600.0}  # each takes as long as many steps
+    shared |= {"max_train_samples": spec.samples} if spec.samples else {}
     epochs = {"epochs": spec.epochs, "epochs_per_prune": spec.per_prune, "refit_epochs": spec.refit}
     return sp.TransferPruning(**{**shared, **epochs, "densities": DENSITIES[1:], "score_samples": 256, **more})
 
@@ -133,13 +144,22 @@ def folder_of(spec: Spec, method: str, seed: int) -> Path:
 
 def pruned(spec: Spec, method: str, seed: int) -> None:
     """A run at all densities: fine-pruning, whose first block is fine-tuning, or SPLoRA."""
-    if all(cell(spec, density, method, seed).exists() for density in DENSITIES):
+    carry_out(spec, method, seed, DENSITIES, method=method, rank=RANK)
+
+
+def longer(spec: Spec, seed: int) -> None:
+    """The control: nothing is pruned, and what is fine-tuned has as many epochs as what is pruned and refit."""
+    carry_out(spec, "longer", seed, DENSITIES[:1], method="fine-pruning", epochs=spec.all_epochs, densities=())
+
+
+def carry_out(spec: Spec, row: str, seed: int, shown: tuple[float, ...], **more: Any) -> None:
+    if all(cell(spec, density, row, seed).exists() for density in shown):
         return
-    run = settings(spec, seed, method=method, rank=RANK)
+    run = settings(spec, seed, **more)
     try:
-        run.run(folder_of(spec, method, seed), engine=Timed, progress=False)
+        run.run(folder_of(spec, row, seed), engine=Timed, progress=False)
     finally:  # what is done is done, also where the rest was stopped
-        write_rows(spec, method, seed, run.lr)
+        write_rows(spec, row, seed, run.lr)
 
 
 def write_rows(spec: Spec, method: str, seed: int, lr: float) -> None:
@@ -175,14 +195,15 @@ def lora(spec: Spec, seed: int) -> None:
         return
     import peft
 
-    start = time.process_time()
     data = opened(spec, seed)
     config = peft.LoraConfig(
         task_type="SEQ_CLS", r=RANK, lora_alpha=RANK, target_modules="all-linear", modules_to_save=["classifier"]
     )
     torch.manual_seed(seed)
     net = peft.get_peft_model(open_network(network(), classes=len(data.classes), seed=seed), config)
-    learn_(net, Loader(data.train, 32, seed), spec.epochs)
+    start = time.process_time()
+    # what remains after the last whole batch is seen too, as in a run
+    learn_(net, Loader(data.train, 32, seed, drop_last=False, round_last=SHARED), spec.epochs)
     with tempfile.TemporaryDirectory() as folder:
         net.save_pretrained(folder)
         size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
@@ -193,12 +214,16 @@ def lora(spec: Spec, seed: int) -> None:
 
 
 def opened(spec: Spec, seed: int) -> Data:
-    return open_data(f"text:{DATA / 'text' / spec.name}", tokenizer=network(), seed=seed)
+    data = f"text:{DATA / 'text' / spec.name}"
+    return open_data(data, tokenizer=network(), max_train_samples=spec.samples, seed=seed)
 
 
 def learn_(net: nn.Module, loader: Loader, epochs: int) -> None:
     parameters = [p for p in net.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=LORA_RATE, weight_decay=0.01)
+    spared = [p for n, p in net.named_parameters() if p.requires_grad and n.endswith("bias")]
+    decaying = [p for p in parameters if all(p is not other for other in spared)]
+    groups = [{"params": decaying, "weight_decay": 0.01}, {"params": spared, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LORA_RATE)
     steps = epochs * len(loader)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor("cosine", step, steps, 0.2 * len(loader))
@@ -225,9 +250,9 @@ def accuracy(net: nn.Module, split: Any) -> float:
 def latency(spec: Spec, seed: int) -> None:
     """One text in the base, and in the fine-pruned network of each density; in turns, processor seconds, one thread."""
     file = RESULTS / f"{spec.name}-latency-seed{seed}.json"
-    tasks = {f"{100 * d:g}": sp.Task.load(task_file(spec, "fine-pruning", seed, d)) for d in DENSITIES[1:]}
     if file.exists():
         return
+    tasks = {f"{100 * d:g}": sp.Task.load(task_file(spec, "fine-pruning", seed, d)) for d in DENSITIES[1:]}
     net = open_network(network(), seed=seed)
     found = {}
     for length in LENGTHS:
@@ -259,6 +284,7 @@ def jobs(spec: Spec, seed: int) -> dict[str, Callable[[], None]]:
         "splora": lambda: pruned(spec, "splora", seed),
         "lora": lambda: lora(spec, seed),
         **budgets,
+        **({"longer": lambda: longer(spec, seed)} if seed < SEEDS["longer"] else {}),
     }
 
 
@@ -277,12 +303,15 @@ def collected() -> dict[tuple[str, float, str], list[dict[str, Any]]]:
 def wanted() -> Iterator[tuple[str, float, str]]:
     for name in SPECS:
         for density in DENSITIES:
-            yield from ((name, density, method) for method in TITLES if method != "lora" or density == 1)
+            yield from ((name, density, m) for m in TITLES if m not in ("lora", "longer") or density == 1)
 
 
 def status() -> list[str]:
     found = collected()
-    return [f"{name} {density:.0%} {m}: {len(found.get((name, density, m), []))} of 3" for name, density, m in wanted()]
+    return [
+        f"{name} {density:.0%} {m}: {len(found.get((name, density, m), []))} of {SEEDS.get(m, 3)}"
+        for name, density, m in wanted()
+    ]
 
 
 def mean(values: list[float], digits: int = 1) -> str:
@@ -355,7 +384,7 @@ def main() -> None:
     parser.add_argument("command", choices=("run", "status", "page"))
     parser.add_argument("--data", default=",".join(SPECS))
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--only", default="", help="some of fine-pruning, latency, splora, lora, bytes-50, -30, -100")
+    parser.add_argument("--only", default="", help="some of fine-pruning, latency, splora, lora, longer, bytes-50, ...")
     parser.add_argument("--work", type=Path, default=WORK)
     options = parser.parse_args()
     WORK = options.work

@@ -1,5 +1,6 @@
 """The built-in ResNets are torchvision's, key by key and bit by bit; weights load whole or not at all."""
 
+import json
 import os
 from pathlib import Path
 
@@ -166,3 +167,31 @@ def test_bad_options(options):
 def test_a_bad_stride():
     with pytest.raises(ConfigError, match="stride_on is 'conv3'"):
         models.resnet50(stride_on="conv3")
+
+
+def test_weights_of_a_folder_in_one_file_or_several(tmp_path):
+    from safetensors.torch import save_file
+
+    state = {"a": torch.ones(2), "b": torch.zeros(3)}
+    save_file(state, tmp_path / "model.safetensors")
+    assert set(models.read_weights(tmp_path)) == {"a", "b"}
+    index = tmp_path / "model.safetensors.index.json"
+    for key, value in state.items():
+        save_file({key: value}, tmp_path / f"{key}.safetensors")
+    index.write_text(json.dumps({"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}))
+    found = models.read_weights(tmp_path)
+    assert all(torch.equal(found[key], value) for key, value in state.items())
+    for text, words in (
+        (
+            json.dumps({"weight_map": {"a": "a.safetensors", "b": "c.safetensors"}}),
+            "no weights file at .*c.safetensors",
+        ),
+        (json.dumps({"weight_map": {"a": "../a.safetensors"}}), "names ../a.safetensors, expected files beside it"),
+        ("{", "no index of weights"),
+        ("[]", "no index of weights"),
+    ):
+        index.write_text(text)
+        with pytest.raises(WeightsError, match=words):
+            models.read_weights(tmp_path)
+    with pytest.raises(WeightsError, match=r"no weights file at .*model.safetensors"):
+        models.read_weights(tmp_path.parent)

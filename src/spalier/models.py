@@ -6,6 +6,7 @@ weights from the 7x7 ImageNet stem, average-pooled.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -248,7 +249,8 @@ def read_weights(path: str | PathLike[str] | Mapping[str, Tensor]) -> dict[str, 
     """The tensors of a file, by name: safetensors, or a PyTorch checkpoint of tensors alone; no code in it ever runs.
 
     A checkpoint may be a state_dict, or hold one under "state_dict" or "model"; names that all begin with "module."
-    or "_orig_mod." lose it. A state_dict is taken as if it had been read.
+    or "_orig_mod." lose it. A state_dict is taken as if it had been read. A folder is one that transformers has saved:
+    model.safetensors, or several with an index.
 
     >>> read_weights("absent.pth")
     Traceback (most recent call last):
@@ -257,6 +259,8 @@ def read_weights(path: str | PathLike[str] | Mapping[str, Tensor]) -> dict[str, 
     if not isinstance(path, str | PathLike):
         return _tensors(_unwrapped(path))
     file = Path(path)
+    if file.is_dir():
+        return {name: tensor for part in _parts(file) for name, tensor in read_weights(part).items()}
     if not file.is_file():
         raise WeightsError(f"no weights file at {file}; expected a .safetensors or .pth file")
     if file.suffix == ".safetensors":
@@ -275,6 +279,21 @@ def read_weights(path: str | PathLike[str] | Mapping[str, Tensor]) -> dict[str, 
             "convert it to safetensors, or save its state_dict() alone"
         ) from error
     return _tensors(_unwrapped(state))
+
+
+def _parts(folder: Path) -> list[Path]:
+    """The files of weights in a folder; of those that an index names, all have to be there."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return [folder / "model.safetensors"]
+    try:
+        named = {str(file) for file in json.loads(index.read_text("utf-8"))["weight_map"].values()}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise WeightsError(f"{index} is no index of weights: {error!r}; expected a weight_map of files") from error
+    outside = [name for name in sorted(named) if Path(name).name != name]
+    if outside:
+        raise WeightsError(f"{index} names {first_few(outside)}, expected files beside it")
+    return [folder / name for name in sorted(named)]
 
 
 def _unwrapped(state: object) -> object:

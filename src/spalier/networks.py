@@ -281,9 +281,26 @@ def _auto_class(transformers: Any, name: str, config: Any) -> Any:
     for auto in (transformers.AutoModelForImageClassification, transformers.AutoModelForSequenceClassification):
         if type(config) in auto._model_mapping:
             if getattr(config, "pad_token_id", 0) is None:  # decoders look for the last token that is none
-                config.pad_token_id = config.eos_token_id
+                tokenizer = None
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a network may come without one
+                    tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+                config.pad_token_id = padding_token(config, tokenizer)
             return auto
     raise NetworkError(f"hf:{name} is a {config.model_type}, which classifies neither images nor texts")
+
+
+def padding_token(config: Any, tokenizer: Any) -> int:
+    """What fills up a batch of texts: the network's token for it, the tokenizer's, what ends a text, or the first.
+
+    A decoder that classifies looks for it, so both have to mean the same.
+    """
+    for key in ("pad_token_id", "eos_token_id"):
+        for owner in (config, tokenizer):
+            found = getattr(owner, key, None)
+            found = found[0] if isinstance(found, list | tuple) and found else found
+            if isinstance(found, int):
+                return found
+    return 0
 
 
 def reads_texts(net: nn.Module) -> bool:

@@ -136,6 +136,12 @@ def collate(
         return torch.stack(samples)  # type: ignore[arg-type]
     if tokenizer is None:
         raise DataError(f"the task {info.name!r} reads texts, and there is no tokenizer; pass one, or --base hf:NAME")
+    known, wanted = getattr(tokenizer, "digest", None), info.preprocessing.get("tokenizer_digest")
+    if known is not None and wanted is not None and known != wanted:
+        raise DataError(
+            f"the task {info.name!r} was learned with another tokenizer ({info.preprocessing.get('tokenizer')!a}) than "
+            "the base has; expected the base that it was learned on"
+        )
     said = info.preprocessing.get("max_length")
     length = min(said, MOST_TOKENS) if type(said) is int and said > 0 else 512
     return tokenizer(list(samples), padding=True, truncation=True, max_length=length, return_tensors="pt")

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertForSequenceClassification
 
 import spalier as sp
 from spalier.adapters import forward
@@ -97,7 +98,8 @@ def test_gradients_are_the_same_to_the_bit(act, dtype, monkeypatch):
 
 
 def kept_storages(out):
-    waiting, seen, found = [out.grad_fn], set(), set()
+    """What is kept for backward: the bytes of each storage."""
+    waiting, seen, found = [out.grad_fn], set(), {}
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -105,9 +107,10 @@ def kept_storages(out):
         seen.add(node)
         waiting += [n for n, _ in node.next_functions]
         names = [name for name in dir(node) if name.startswith("_saved_")]
-        for tensor in [*getattr(node, "saved_tensors", ()), *(getattr(node, name) for name in names)]:
-            if isinstance(tensor, torch.Tensor):
-                found.add(tensor.untyped_storage().data_ptr())
+        for kept in [*getattr(node, "saved_tensors", ()), *(getattr(node, name) for name in names)]:
+            for tensor in kept if isinstance(kept, list | tuple) else [kept]:
+                if isinstance(tensor, torch.Tensor):
+                    found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return found
 
 
@@ -218,3 +221,22 @@ def test_a_copy_in_another_thread_and_a_graph_that_is_kept(monkeypatch):
     assert same(first, again)
     twin = copy.deepcopy(net)
     assert same(grads(twin), plainly(monkeypatch, net))
+
+
+def test_a_bert_keeps_a_quarter_more_than_norms_and_head_alone():
+    torch.manual_seed(0)
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256, "num_hidden_layers": 3}
+    bound = BertForSequenceClassification(BertConfig(vocab_size=50, num_labels=3, **sizes, **off)).train()
+    net = copy.deepcopy(bound)
+    for name, parameter in bound.named_parameters():
+        parameter.requires_grad_("LayerNorm" in name or "classifier" in name)
+    layers = [name for name, m in net.named_modules() if isinstance(m, nn.Linear) and name != "classifier"]
+    sp.attach_(net, sp.SPLoRA(rank=2), targets=layers, head="classifier")
+    batch = {"input_ids": torch.randint(0, 50, (4, 32)), "labels": torch.zeros(4, dtype=torch.long)}
+
+    def kept(each):
+        own = {tensor.untyped_storage().data_ptr() for tensor in (*each.parameters(), *each.buffers())}
+        return sum(size for pointer, size in kept_storages(each(**batch).loss).items() if pointer not in own)
+
+    assert kept(bound) < kept(net) <= 1.25 * kept(bound)

@@ -115,6 +115,12 @@ def test_runs_are_opened_from_any_folder(tmp_path, monkeypatch):
     assert config.data == f"folder:{tmp_path / 'photos'}"
     assert config.weights == str(tmp_path / "base.pth")
     assert config.with_paths() is config
+    (tmp_path / "bert").mkdir()
+    texts = Settings(data="text:mails", network="hf:bert", tokenizer="bert").with_paths()
+    assert (texts.data, texts.network) == (f"text:{tmp_path / 'mails'}", f"hf:{tmp_path / 'bert'}")
+    assert texts.tokenizer == str(tmp_path / "bert")
+    hub = Settings(data="hf:imdb", network="hf:roberta", tokenizer="hf:roberta", text_column="text")
+    assert hub.with_paths() is hub, "names on the hub are no folders"
     assert Settings(teacher="self", method="splora").with_paths().teacher == "self"
 
 

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import onnxruntime
+import peft
 import pytest
 import torch
 from calling import call as called
@@ -16,6 +17,7 @@ from transformers import AutoModelForSequenceClassification, DistilBertConfig, L
 
 import spalier as sp
 from spalier.data import open_data, texts_of
+from spalier.data.texts import Tokenizer
 from spalier.errors import ConfigError, NetworkError, RunError
 from spalier.inputs import call, tokens
 from spalier.networks import heads_of, logits_of, open_network, reads_texts
@@ -220,6 +222,22 @@ def test_networks_that_do_not_fit_the_texts_are_refused_before_anything_is_learn
     with pytest.raises(RunError, match=r"\(4,\) numbers for a sample"):
         run.run(tmp_path / "d", network=open_network(f"hf:{bert}", classes=4), data=data)
     assert not list(tmp_path.rglob("*.safetensors"))
+    other.save_pretrained(tmp_path / "tuned")
+    tiny_tokenizer().save_pretrained(tmp_path / "tuned")
+    named = run.replace(data=f"text:{texts}", network=f"hf:{tmp_path / 'tuned'}")
+    with pytest.raises(RunError, match="in another order; set classes"):
+        named.run(tmp_path / "e")
+    named.replace(classes=tuple(reversed(CLASSES)), epochs=0).run(tmp_path / "f", progress=False)
+
+
+def test_texts_without_labels_need_no_column_of_them(bert, texts, ran, tmp_path):
+    lines = (texts / "train.csv").read_text().splitlines()
+    (tmp_path / "texts.csv").write_text("\n".join(line.rpartition(",")[0] for line in lines))
+    teacher = str(ran / "tasks" / "kinds-60.task.safetensors")
+    run = TransferPruning(data=f"text:{tmp_path / 'texts.csv'}", network=f"hf:{bert}", labels=False, teacher=teacher)
+    results = run.replace(epochs=1, densities=(), batch_size=16, trackers=()).run(tmp_path / "run", progress=False)
+    assert len(results.rows) == 1
+    assert sp.Task.load(next((tmp_path / "run" / "tasks").glob("*.task.safetensors"))).info.classes == CLASSES
 
 
 # networks
@@ -251,6 +269,32 @@ def test_decoders_without_a_padding_token_classify_too(tmp_path):
     net = open_network(f"hf:{tmp_path}", classes=3)
     assert logits_of(call(net, tokens(2, 8))).shape == (2, 3)
     assert heads_of(net) == ["score"]
+
+
+def tiny_llama(folder, pad, **changes):
+    """A decoder as published: without a padding token in its configuration; its tokenizer may have one."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaConfig(vocab_size=40, **sizes, **changes).save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = pad
+    tokenizer.padding_side = "left"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("eos", [3, [3, 5], None])
+@pytest.mark.parametrize("pad", ["[PAD]", None])
+def test_a_decoder_answers_a_text_alike_however_it_is_padded(pad, eos, texts, tmp_path):
+    folder = tiny_llama(tmp_path / "llama", pad, eos_token_id=eos)
+    net = open_network(f"hf:{folder}", classes=3)
+    split = open_data(f"text:{texts}", tokenizer=f"hf:{folder}").train
+    long, short = int(split.lengths.argmax()), int(split.lengths.argmin())
+    assert split.lengths[long] > split.lengths[short]
+    together = logits_of(call(net, split.fetch(np.array([long, short]), None)[0]))
+    alone = [logits_of(call(net, split.fetch(np.array([i]), None)[0])) for i in (long, short)]
+    torch.testing.assert_close(together, torch.cat(alone))
+    batch = Tokenizer.load(f"hf:{folder}")([split.texts[long], split.texts[short]], padding=True, return_tensors="pt")
+    torch.testing.assert_close(logits_of(call(net, batch)), together, msg="predicted as in a run")
 
 
 def test_images_and_what_is_neither(tmp_path):
@@ -299,6 +343,58 @@ def test_eval_refuses_another_tokenizer(spalier, ran, texts, tmp_path):
     done = spalier("eval", file, "--base", f"hf:{other}", "--classes", "3", "--data", f"text:{texts}")
     assert done.code == 1
     assert "has another tokenizer" in done.err
+
+
+def test_a_tokenizer_is_the_same_whatever_it_has_cut(bert):
+    tokenizer, other = (Tokenizer.load(str(bert)) for _ in range(2))
+    tokenizer.encode(["what is the dog"], 3)
+    tokenizer(["a cat", "a"], padding=True, truncation=True, max_length=8)
+    assert tokenizer.digest == other.digest
+
+
+def test_predict_refuses_another_tokenizer(spalier, ran, bert, tmp_path):
+    file = ran / "tasks" / "kinds-60.task.safetensors"
+    said = spalier("predict", file, "the dog and the cow", "--json")
+    assert said.code == 0, said.err
+    assert set(said.json["predictions"][0]["classes"]) == set(CLASSES)
+    other = tiny_bert(tmp_path / "other")
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace('"horse"', '"zebra"'))
+    wrong = spalier("predict", file, "the dog", "--base", f"hf:{other}", "--classes", "3")
+    assert wrong.code == 1
+    assert "was learned with another tokenizer" in wrong.err
+
+
+def test_checkpoints_and_loras_of_texts_become_tasks(spalier, bert, texts, tmp_path):
+    net = open_network(f"hf:{bert}", classes=3)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    net.config.id2label = dict(enumerate(CLASSES))
+    net.save_pretrained(tmp_path / "tuned", max_shard_size="5KB")
+    assert len(list((tmp_path / "tuned").glob("*.safetensors"))) > 1, "a folder of several files, with an index"
+    base = ("--base", f"hf:{bert}", "--classes", 3)
+    out = tmp_path / "tuned.task.safetensors"
+    command = ("task", "from-checkpoint", tmp_path / "tuned", *base, "-o", out, "--code", "spdelta-8bit")
+    made = spalier(*command, "--data", f"text:{texts}", "--json")
+    assert made.code == 0, made.err
+    data = open_data(f"text:{texts}", tokenizer=f"hf:{bert}")
+    inputs, labels = data.test.fetch(np.arange(len(data.test)), None)
+    right = float((logits_of(call(net, inputs)).argmax(1) == labels).float().mean())
+    assert made.json["metrics"]["accuracy of the checkpoint"] == pytest.approx(right), "that of the test samples"
+    assert spalier(*command).code == 0
+    wrapped = peft.get_peft_model(
+        open_network(f"hf:{bert}", classes=3),
+        peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"], modules_to_save=["classifier"]),
+    )
+    wrapped.save_pretrained(tmp_path / "lora")
+    lora = tmp_path / "lora.task.safetensors"
+    done = spalier("task", "from-peft", tmp_path / "lora", *base, "-o", lora)
+    assert done.code == 0, done.err
+    for file, names in ((out, CLASSES), (lora, ("0", "1", "2"))):  # without data they know their words all the same
+        said = spalier("predict", file, "the dog and the cow", *base, "--json")
+        assert said.code == 0, said.err
+        assert set(said.json["predictions"][0]["classes"]) == set(names)
 
 
 def test_exported_networks_take_any_number_of_texts_and_tokens(spalier, ran, bert, tmp_path):

@@ -1,6 +1,7 @@
 """Language models that generate: pruned with the loss of the next token, with a cache of the size that is left."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -118,7 +119,7 @@ def test_scored_by_the_next_token_pruned_recovered_and_trained_on(name):
     sp.prune_(recovered, plan, recover=[BATCH])
     sp.prune_(net, plan, optimizer=optimizer)
     pruned = float(net.eval()(**BATCH).loss.detach())
-    assert pruned > learned  # perplexity is exp of that
+    assert pruned > learned
     if name == "llama":  # no regression is there for GPT-2's Conv1D
         assert float(recovered.eval()(**BATCH).loss.detach()) < pruned
     assert learn(12) < pruned
@@ -126,6 +127,35 @@ def test_scored_by_the_next_token_pruned_recovered_and_trained_on(name):
     assert task.info.density.macs[0] <= 0.6 * task.info.density.macs[1]
     small = task.build(base)
     assert float(small(**BATCH).loss.detach()) == pytest.approx(float(net(**BATCH).loss.detach()), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_perplexity_before_and_after_is_that_of_all_tokens(name):
+    torch.manual_seed(0)
+    base = MAKES[name]().double().eval()
+    tuned = copy.deepcopy(base)
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    labels = WORDS.clone()
+    labels[0, 5:] = -100
+    batches = [{"input_ids": WORDS, "labels": labels}, {"input_ids": WORDS[:1, :3], "labels": WORDS[:1, :3]}]
+    task = sp.Task.from_checkpoint(base, tuned, adapter=sp.SPDelta(bits=8), test=batches)
+
+    @torch.no_grad()
+    def oracle(net):
+        """Token by token."""
+        lost = []
+        for batch in batches:
+            for row, wanted in zip(batch["input_ids"], batch["labels"], strict=True):
+                said = net(input_ids=row[None]).logits[0].log_softmax(1)
+                lost += [-float(said[i, wanted[i + 1]]) for i in range(len(row) - 1) if wanted[i + 1] != -100]
+        return math.exp(sum(lost) / len(lost))
+
+    # transformers takes the loss in float32
+    assert task.info.metrics["perplexity of the checkpoint"] == pytest.approx(oracle(tuned), rel=1e-5)
+    assert task.info.metrics["perplexity"] == pytest.approx(oracle(task.build(base)), rel=1e-5)
+    assert task.info.metrics["perplexity"] != task.info.metrics["perplexity of the checkpoint"]
 
 
 def test_an_example_may_be_a_tensor_or_say_itself_what_it_wants():

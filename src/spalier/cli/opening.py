@@ -17,6 +17,7 @@ from spalier.errors import ConfigError, ExampleError, RunError, TaskFileError, W
 if TYPE_CHECKING:
     from torch import nn
 
+    from spalier.data.texts import Tokenizer
     from spalier.inputs import Inputs
     from spalier.runs import Settings
     from spalier.tasks import Task
@@ -110,6 +111,24 @@ def open_base(
         seed=run.seed,
         **run.network_options,
     )
+
+
+def tokenizer_name(base: str, net: nn.Module) -> str | None:
+    """Where the words of a base that reads texts are: what its run was told, or the base itself; None for others."""
+    from spalier.networks import reads_texts
+
+    run = run_in(Path(base))
+    network, told = (base, None) if run is None else (run.network, run.tokenizer)
+    own = network if network.startswith("hf:") else None
+    return (told or own) if reads_texts(net) else None
+
+
+def tokenizer_of(base: str, net: nn.Module) -> Tokenizer | None:
+    """The tokenizer of a base that reads texts; None for others."""
+    from spalier.data.texts import Tokenizer
+
+    name = tokenizer_name(base, net)
+    return None if name is None else Tokenizer.load(name)
 
 
 def _constructor_options(given: Sequence[str]) -> dict[str, Any]:

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spalier.cli.console import Console, command
-from spalier.cli.opening import SUFFIX, base_options, load_task, one_file, open_base, run_beside, run_in
+from spalier.cli.opening import (
+    SUFFIX,
+    base_options,
+    load_task,
+    one_file,
+    open_base,
+    run_beside,
+    run_in,
+    tokenizer_of,
+)
 from spalier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,18 +68,6 @@ def predict(console: Console, task: str, inputs: tuple[str, ...], base: str | No
     ]
     said = [{"input": name, "classes": row} for name, row in zip(inputs, rows, strict=True)]
     console.show(table(["text" if reads else "image", "class", "probability"], cells), {"predictions": said})
-
-
-def tokenizer_of(base: str, net: nn.Module) -> Tokenizer | None:
-    """The tokenizer of a base that reads texts; None for others."""
-    run = run_in(Path(base))
-    library, _, name = (base if run is None else run.network).partition(":")
-    if library != "hf" or not hasattr(getattr(net, "config", None), "vocab_size"):
-        return None
-    from spalier.text import import_optional
-
-    made: Tokenizer = import_optional("transformers", "texts").AutoTokenizer.from_pretrained(name)
-    return made
 
 
 # serve

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import io
+import itertools
 import json
 import logging
 import tempfile
@@ -24,6 +25,7 @@ from spalier.errors import NetworkError, TaskFileError
 if TYPE_CHECKING:
     from torch import nn
 
+    from spalier.data import Split
     from spalier.inputs import Inputs
     from spalier.tasks import Task
 
@@ -184,42 +186,40 @@ TRAINED_ON = click.option(
 
 
 @command("from-checkpoint", group=task)
-@click.argument("checkpoint", type=FILE)
+@click.argument("checkpoint", type=click.Path())
 @TRAINED_ON
 @network_options
 @TASK_OUT
 @click.option(
     "--code", help="As in runs: bytes-1/20, bytes-200000, spdelta-1bit, splora-r8; by default a bit a weight."
 )
-@click.option("--data", help="Data by name, as for train: layers are fit to it, and accuracy is measured.")
+@click.option("--data", help="Data by name, as for train: layers are fit to it, and accuracy on its test samples.")
 @click.option("--data-folder", type=FOLDER, help="Where data sets lie.")
 @click.option("--samples", type=click.IntRange(1), default=512, help="How many of its training samples.")
 def from_checkpoint(
     console: Console, checkpoint: str, base: str, out: str, code: str | None, data: str | None, **options: Any
 ) -> None:
-    """Make a task of a network that was fine-tuned in full: its file of weights against those of its base.
+    """Make a task of a network that was fine-tuned in full: its weights, a file or a folder, against its base's.
 
     Examples:
         spalier task from-checkpoint tuned.safetensors --base resnet18 --weights w.pth -o tasks/a.task.safetensors
         spalier task from-checkpoint tuned.pth --base runs/a --code bytes-1/50 --data digits -o b.task.safetensors
+        spalier task from-checkpoint tuned --base hf:bert --classes 6 --data text:questions -o c.task.safetensors
     """
-    import itertools
-
     from spalier.runs.narrow import form_of
 
     folder, samples = options.pop("data_folder"), options.pop("samples")
     form = None if code is None else form_of(code)
     _checked_out(out, [SUFFIX], checkpoint)
     net = open_base(base, **options)
-    said: dict[str, Any] = {}
+    said = _said_of_texts(base, net, Path(checkpoint) / "config.json")
     if data is not None:
-        from spalier.data import Loader, open_data
+        from spalier.data import open_data
 
-        opened = open_data(data, folder=folder)
-        loader = Loader(opened.train, batch_size=min(64, samples), augment=False, drop_last=False)
-        with contextlib.closing(loader):
-            said["batches"] = list(itertools.islice(loader.epoch(0), -(-samples // 64)))
+        opened = open_data(data, folder=folder, tokenizer=opening.tokenizer_name(base, net))
         said |= {"classes": opened.classes, "preprocessing": opened.preprocessing}
+        said["batches"] = _batches(opened.train, samples)
+        said["test"] = None if opened.test is None else _batches(opened.test, len(opened.test))
     if form is not None:
         said |= {"adapter": form.adapter, "bytes": form.budget(spalier.count(net).parameters * 4)}
     made = spalier.Task.from_checkpoint(net, checkpoint, name=Path(out).name.removesuffix(SUFFIX), **said)
@@ -243,9 +243,33 @@ def from_peft(console: Console, folder: str, base: str, out: str, **network: Any
         spalier task from-peft lora --base hf:bert-folder -o tasks/a.task.safetensors
     """
     _checked_out(out, [SUFFIX])
-    name = Path(out).name.removesuffix(SUFFIX)
-    size = spalier.Task.from_peft(folder, open_base(base, **network), name=name).save(out)
+    net = open_base(base, **network)
+    said = _said_of_texts(base, net, Path(folder) / "config.json")
+    size = spalier.Task.from_peft(folder, net, name=Path(out).name.removesuffix(SUFFIX), **said).save(out)
     console.show(f"{out}: {size:,} bytes", {"out": out, "bytes": size})
+
+
+def _batches(split: Split, count: int) -> list[Any]:
+    """So many samples as they are, in batches."""
+    from spalier.data import Loader
+
+    loader = Loader(split, batch_size=min(64, count), augment=False, shuffle=count < len(split), drop_last=False)
+    with contextlib.closing(loader):
+        return list(itertools.islice(loader.epoch(0), -(-count // 64)))
+
+
+def _said_of_texts(base: str, net: nn.Module, config: Path) -> dict[str, Any]:
+    """What a task of a language model says, where no data do: how texts become tokens, and the checkpoint's classes."""
+    tokenizer = opening.tokenizer_of(base, net)
+    if tokenizer is None:
+        return {}
+    said: dict[str, Any] = {"preprocessing": tokenizer.preprocessing(tokenizer.limit, min(tokenizer.limit, 32))}
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a folder of PEFT has none
+        labels = json.loads(config.read_text("utf-8")).get("id2label", {})
+        names = [str(labels[key]) for key in sorted(labels, key=int)]
+        if any(name != f"LABEL_{i}" for i, name in enumerate(names)):  # how transformers says that nobody named them
+            said["classes"] = names
+    return said
 
 
 @command("to-peft", group=task)

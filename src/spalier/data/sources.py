@@ -298,7 +298,8 @@ def _column(name: str, features: Any, kind: Any, what: str, preferred: tuple[str
         kinds = ", ".join(f"{printable(c)} ({type(f).__name__})" for c, f in features.items())
         raise DataError(
             f"hf:{printable(name)} has {len(found)} columns of {what} ({kind.__name__}), expected one, or one called "
-            f"{preferred[0]}; it has {kinds}: rename or cast a column, or pass a dataset to Data.of"
+            f"{preferred[0]}; it has {kinds}: rename or cast a column, pass a dataset to Data.of, or, if these are "
+            "texts, set text_column to the column of them"
         )
     return str(best[0] if best else found[0])
 

@@ -6,12 +6,13 @@ but padding: workers need no tokenizer, and any batch can be had again.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from spalier.data.data import BadFile, Data, Ints, check_share, digest
 from spalier.data.images import SPLIT_NAMES, TEST, TRAIN, VALIDATION, File, Samples
 from spalier.errors import DataError
 from spalier.inputs import Inputs
-from spalier.networks import quiet_transformers
+from spalier.networks import padding_token, quiet_transformers
 from spalier.text import check_integer, close_names, first_few, import_optional, printable
 
 TEXT_COLUMNS = ("text", "sentence", "question", "content", "review", "utterance", "query", "document", "title")
@@ -89,6 +90,8 @@ class Tokenizer:
     library: Any
     limit: int
     """The tokens that the network can read at most, as far as its files say; else `LONGEST`."""
+    pad: int
+    """The token that fills up a batch; the mask hides it."""
 
     @staticmethod
     def load(network: str) -> Tokenizer:
@@ -98,9 +101,11 @@ class Tokenizer:
         try:
             with quiet_transformers():
                 found = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+                config = None
+                with contextlib.suppress(OSError, ValueError):  # a folder may hold a tokenizer alone
+                    config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
                 limit = int(found.model_max_length)
                 if limit > 1_000_000:  # how transformers says that nobody knows
-                    config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
                     limit = int(getattr(config, "max_position_embeddings", LONGEST) or LONGEST)
         except Exception as error:  # the library and its backends raise anything
             raise DataError(
@@ -110,20 +115,27 @@ class Tokenizer:
             ) from error
         if len(found) <= len(found.all_special_ids):  # transformers makes an empty one where files are missing
             raise DataError(f"{printable(name)} has a tokenizer without words; expected tokenizer.json in its folder")
-        return Tokenizer(Path(name).name if Path(name).is_dir() else name, found, min(limit, LONGEST))
+        pad = padding_token(config, found)
+        found.pad_token, found.padding_side = found.convert_ids_to_tokens(pad), "right"
+        return Tokenizer(Path(name).name if Path(name).is_dir() else name, found, min(limit, LONGEST), pad)
 
-    @property
-    def pad(self) -> int:
-        """The token that fills up a batch; the mask hides it."""
-        known = (self.library.pad_token_id, self.library.eos_token_id, 0)
-        return int(next(token for token in known if token is not None))
+    def __call__(self, texts: Sequence[Any], **options: Any) -> dict[str, Tensor]:
+        """As the library's own; batches are filled up as in a run."""
+        return dict(self.library(list(texts), **options))
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """Of all that decides how texts become tokens."""
+        """Of all that decides how texts become tokens; how the last batch was cut and filled up does not."""
         backend = getattr(self.library, "backend_tokenizer", None)
-        said = json.dumps(sorted(self.library.get_vocab().items())) if backend is None else backend.to_str()
-        return digest(said)
+        said = sorted(self.library.get_vocab().items()) if backend is None else json.loads(backend.to_str())
+        if isinstance(said, dict):
+            said |= {"truncation": None, "padding": None}
+        return digest(json.dumps(said, sort_keys=True))
+
+    def preprocessing(self, max_length: int, tokens: int) -> dict[str, Any]:
+        """What a task says of how its texts become tokens; costs and latency are stated for so many of them."""
+        said = {"kind": "text", "max_length": max_length, "tokens": tokens}
+        return {**said, "tokenizer": self.name, "tokenizer_digest": self.digest}
 
     def encode(self, texts: Sequence[str], max_length: int) -> tuple[list[Ints], int]:
         """The tokens of each text, cut to a length; and how many were longer."""
@@ -207,8 +219,7 @@ def text_data(
     lengths = [len(row) for row, split in zip(ids, samples.splits, strict=True) if split == TRAIN]
     # what costs and latency are stated for: the typical text, in whole vectors of numbers
     length = min(most, 8 * -(-int(np.median(lengths)) // 8))
-    preprocessing = {"kind": "text", "max_length": most, "tokens": length, "tokenizer": loaded.name}
-    preprocessing["tokenizer_digest"] = loaded.digest
+    preprocessing = loaded.preprocessing(most, length)
 
     def make(rows: Ints) -> TextSplit:
         return TextSplit([ids[i] for i in rows], [texts[i] for i in rows], samples.labels[rows], loaded.pad)

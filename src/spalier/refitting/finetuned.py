@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -42,6 +43,7 @@ def from_checkpoint(
     bytes: int | None,
     adapter: Adapter | ByLayer | None,
     batches: Iterable[Any] | None,
+    test: Iterable[Any] | None,
     head: str | Sequence[str] | None,
     example: Any,
     storage: Storage,
@@ -63,7 +65,8 @@ def from_checkpoint(
     attach_(net, kind, targets=lambda path, _: path in changed, head=heads or None, example=example)
     _fill_(net, given)
     seen = None if batches is None else list(batches)
-    before = {} if seen is None else _measured(net, seen)
+    asked = seen if test is None else list(test)
+    before = {} if asked is None else _measured(net, asked)
     refitted = None
     if outside:
         if bytes is None and adapter is None:
@@ -73,9 +76,9 @@ def from_checkpoint(
             bytes = max(1, bytes - len(words) - 32 * len(before))
         refitted = refit_(net, adapter, bytes=bytes, batches=seen, storage=storage)
     task = replace(Task.of(net, name, **said).stored_as(storage), refitted=refitted)
-    if seen is None:
+    if asked is None:
         return task
-    after = _measured(task.build(base, share=True), seen)
+    after = _measured(task.build(base, share=True), asked)
     metrics = after | {f"{key} of the checkpoint": value for key, value in before.items()} | task.info.metrics
     return replace(task, info=replace(task.info, metrics=metrics))
 
@@ -178,8 +181,11 @@ def _fill_(net: nn.Module, given: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def _measured(net: nn.Module, batches: Sequence[Any]) -> dict[str, float]:
-    """The accuracy on batches with classes, and the loss that the network returns itself: those that there are."""
-    right, losses, total = 0.0, 0.0, 0
+    """The accuracy on batches with classes, and the loss that the network returns itself: those that there are.
+
+    Where a loss is of tokens, its mean is over all of them, and its exponential is the perplexity.
+    """
+    right, losses, total, weight = 0.0, 0.0, 0, 0
     has_classes = has_loss = True
     with in_eval_mode(net):
         for batch in batches_of(batches, net, "from_checkpoint"):
@@ -191,7 +197,17 @@ def _measured(net: nn.Module, batches: Sequence[Any]) -> dict[str, float]:
             loss = getattr(output, "loss", None)
             has_loss = has_loss and isinstance(loss, Tensor)
             right += float(logits.argmax(1).eq(wanted).sum()) if has_classes else 0.0
-            losses += float(loss) * batch.size if has_loss and loss is not None else 0.0
-            total += batch.size
+            is_of_tokens = isinstance(wanted, Tensor) and wanted.dim() == 2 and logits.dim() == 3
+            size = _tokens(net, wanted) if is_of_tokens else batch.size
+            losses += float(loss) * size if has_loss and loss is not None and size else 0.0
+            total, weight = total + batch.size, weight + size
     found = {"accuracy": right / total} if has_classes else {}
-    return found | ({"loss": losses / total} if has_loss else {})
+    found |= {"loss": losses / weight} if has_loss and weight else {}
+    return found | ({"perplexity": math.exp(found["loss"])} if "loss" in found and is_of_tokens else {})
+
+
+def _tokens(net: nn.Module, labels: Tensor) -> int:
+    """How many tokens a loss is the mean of; a decoder is not asked for the first of a row."""
+    generates: Any = getattr(net, "can_generate", bool)
+    is_decoder = generates() and not getattr(getattr(net, "config", None), "is_encoder_decoder", False)
+    return int((labels[:, 1:] if is_decoder else labels).ne(-100).sum())

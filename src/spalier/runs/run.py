@@ -335,7 +335,7 @@ def open_samples(config: Settings) -> Data:
         config.data,
         folder=config.data_folder,
         # data sets by name have labels, if only to evaluate with
-        labels=config.labels or not config.data.startswith(("folder:", "hf:")),
+        labels=config.labels or not config.data.startswith(("folder:", "hf:", "text:")),
         tokenizer=(config.tokenizer or config.network) if config.is_text else None,
         **{name: getattr(config, name) for name in _OF_DATA},
     )
@@ -367,8 +367,20 @@ def _open_network(config: Settings, data: Data) -> nn.Module:
         seed=config.seed,
         **config.network_options,
     )
+    _check_order(net, data)
     name_classes_(net, data.classes)
     return net
+
+
+def _check_order(net: nn.Module, data: Data) -> None:
+    """Refuse a classifier whose classes are the data's in another order."""
+    named = list(dict(getattr(getattr(net, "config", None), "id2label", None) or {}).values())
+    if sorted(map(str, named)) == sorted(data.classes) and named != list(data.classes):
+        raise RunError(
+            "classes",
+            f"the network's outputs are {first_few(named)}, and the data's classes {first_few(data.classes)}, in "
+            "another order; set classes to the network's",
+        )
 
 
 @torch.no_grad()
@@ -393,10 +405,4 @@ def _check_fit(config: Settings, net: nn.Module, data: Data, machine: Machine) -
             f"the network returns {tuple(logits.shape[1:])} numbers for a sample, and {data.name} has "
             f"{len(data.classes)} classes; give the network a head with that many outputs",
         )
-    named = list(dict(getattr(getattr(net, "config", None), "id2label", None) or {}).values())
-    if sorted(named) == sorted(data.classes) and named != list(data.classes):
-        raise RunError(
-            "classes",
-            f"the network's outputs are {first_few(named)}, and the data's classes {first_few(data.classes)}, in "
-            "another order; set classes to the network's",
-        )
+    _check_order(net, data)

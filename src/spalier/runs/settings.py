@@ -275,8 +275,13 @@ class Settings:
             value = self.given[name]
             if value not in (None, "self"):
                 changed[name] = str(Path(value).expanduser().absolute())
-        if self.data.startswith("folder:"):
-            changed["data"] = f"folder:{Path(self.data.removeprefix('folder:')).expanduser().absolute()}"
+        for name in ("data", "network", "tokenizer"):
+            kind, colon, path = (self.given[name] or "").partition(":")
+            if name == "tokenizer" and not colon:  # a folder, or a name on the hub
+                kind, path = "", kind
+            is_local = kind in ("hf", "") and bool(path) and Path(path).is_dir()  # else a name on the hub
+            if kind in ("folder", "text") or is_local:
+                changed[name] = f"{kind}{colon}{Path(path).expanduser().absolute()}"
         is_same = all(value == self.given[name] for name, value in changed.items())
         return self if is_same else type(self)(**{**self.given, **changed}, filled=self.filled_values)
 

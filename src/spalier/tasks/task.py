@@ -211,6 +211,7 @@ class Task(InNotebooks):
         bytes: int | None = None,
         adapter: Adapter | ByLayer | None = None,
         batches: Iterable[Any] | None = None,
+        test: Iterable[Any] | None = None,
         head: str | Sequence[str] | None = None,
         example: Any = None,
         storage: Storage = "int8-all",
@@ -222,12 +223,14 @@ class Task(InNotebooks):
 
         Args:
             base: the network that was fine-tuned, as it was before; its head may have other classes.
-            finetuned: the network now: a module, a state_dict, or a file (safetensors, or .pth of tensors alone).
+            finetuned: the network now: a module, a state_dict, a file (safetensors, or .pth of tensors alone), or a
+                folder that transformers has saved.
             name: of the task.
             bytes: how many the file may have; by default a bit for each weight, and what norms and head take.
             adapter: instead of bytes, one form for all layers, such as ``SPLoRA(rank=8)`` or ``SPDelta(bits=1)``.
-            batches: of inputs and class numbers. Each layer is then fit to its own inputs, and accuracy (or the loss
-                that the network returns) is measured before and after.
+            batches: of inputs and class numbers; each layer is then fit to its own inputs.
+            test: batches on which accuracy, or the loss and perplexity of what the network returns, is measured before
+                and after; by default ``batches``.
             head: the modules that may have other classes; by default the classifier.
             example: an input, as for `trace`, to prune further.
             storage: how the task is stored, and what ``bytes`` are counted for.
@@ -241,8 +244,8 @@ class Task(InNotebooks):
         """
         from spalier.refitting.finetuned import from_checkpoint
 
-        options: dict[str, Any] = {"name": name, "bytes": bytes, "adapter": adapter, "batches": batches, "head": head}
-        return from_checkpoint(base, finetuned, **options, example=example, storage=storage, said=said)
+        options: dict[str, Any] = {"name": name, "bytes": bytes, "adapter": adapter, "head": head, "said": said}
+        return from_checkpoint(base, finetuned, batches=batches, test=test, example=example, storage=storage, **options)
 
     @staticmethod
     def from_peft(
