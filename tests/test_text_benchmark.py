@@ -45,3 +45,12 @@ def test_every_method_is_measured_and_the_page_says_what_is_missing(tmp_path):
     assert "| LoRA by PEFT, rank 8 | 100% |" in page
     assert "- trec 50% splora: 1 of 3" in page
     assert "sst2 30% bytes: 0 of 3" in run(tmp_path, "status")
+
+
+def test_the_page_and_the_notebook_say_what_was_measured(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import text
+
+    assert (ROOT / "docs" / "text.md").read_text("utf-8") == text.page()
+    notebook = json.loads((ROOT / "notebooks" / "trec.ipynb").read_text("utf-8"))
+    assert "".join(notebook["cells"][-1]["source"]) == text.notebook_cell()

@@ -73,12 +73,15 @@ def task_of(folder, name="kinds-60"):
 
 def test_texts_have_defaults_of_their_own():
     settings = Settings(data="text:some/file.csv")
-    assert (settings.optimizer, settings.budget, settings.batch_size, settings.lr) == ("adamw", "macs", 32, 1e-3)
+    assert (settings.optimizer, settings.budget, settings.batch_size, settings.lr) == ("adamw", "macs", 32, 7e-4)
     assert (settings.warmup_epochs, settings.grad_clip, settings.weight_decay_norms) == (0.2, 1.0, False)
     assert settings.name == "file"
     assert settings.is_text
     assert Settings(data="text:a.csv", method="fine-pruning").lr == 1e-4
     assert Settings(data="text:a.csv", recipe="paper").optimizer == "sgd"
+    wide = Settings(data="text:a.csv", method="fine-pruning")
+    rates = [wide.fitted(1000, 32, size).lr for size in (340_000_000, 110_000_000, 22_700_000, 1000)]
+    assert rates == [1e-4, 1e-4, 3e-4, 4e-4], "small language models learn faster"
     assert Settings(data="hf:some/set", text_column="review").budget == "macs"
     images = Settings()
     assert (images.budget, images.warmup_epochs, images.grad_clip, images.is_text) == ("channels", 0, None, False)
