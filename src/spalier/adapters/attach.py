@@ -110,15 +110,9 @@ def attach_with_(
     plan = _plan(names, adapter, targets, head, norms, also)
     updated = _build(names, plan, adapter)
     replaced = copies_of(list(names.of), set(plan.learned), plan.also)
-    attachment = Attachment(
-        net,
-        adapter,
-        _summarise(names, plan),
-        updated,
-        replaced,
-        modules=described(net),
-        heads=tuple(names.of[m][0] for m, kind in plan.learned.items() if kind == "head"),
-    )
+    summary, modules = _summarise(names, plan), described(net)
+    heads = tuple(names.of[m][0] for m, kind in plan.learned.items() if kind == "head")
+    attachment = Attachment(net, adapter, summary, updated, replaced, modules=modules, heads=heads)
     attachment.apply_()
     _reach_readers_(names, attachment)
     for module in plan.learned:  # adapted layers are diverted already
@@ -272,9 +266,8 @@ def _reach_readers_(names: Names, attachment: Attachment) -> None:
     adapted = {entry.layer for entry in attachment.updated}
     for module in names.of:
         is_encoder = isinstance(module, nn.TransformerEncoderLayer | nn.TransformerEncoder)
-        if is_encoder and adapted.intersection(module.modules()):  # close the inference fast paths
-            attachment.override_(module, "activation_relu_or_gelu", 0)
-            attachment.override_(module, "use_nested_tensor", False)
+        if is_encoder and adapted.intersection(module.modules()):
+            attachment.close_fast_path_(module)
         if module not in adapted and not _is_encoder_layer(module) and adapted_reads(module):
             attachment.divert_(module)
 
