@@ -48,6 +48,10 @@ class Geometry:
         """How many entries the weight has."""
         return self.inputs * self.outputs // self.groups * math.prod(self.kernel)
 
+    def largest_rank(self, taps: int) -> int:
+        """The largest rank that the matrix of one group can have, where it is for so many taps of the kernel."""
+        return min(self.inputs // self.groups * taps, self.outputs // self.groups)
+
     @property
     def centre(self) -> tuple[int, ...]:
         """The centre tap; of an even kernel, the first one past the middle."""

@@ -394,41 +394,27 @@ class SPLoRA:
 
     def fit(self, geometry: Geometry) -> Fit:
         """The rank that a layer gets, and what it costs; nothing where a cap leaves no rank that pays."""
-        rank = self._asked(geometry)
+        taps = math.prod(geometry.kernel) if self.kernel == "full" else 1
+        rank, usable = self.rank, geometry.largest_rank(taps)
+        if isinstance(rank, float):
+            rank = round(rank * usable)
+            if rank == 0:
+                raise RankError(
+                    f"the fraction {self.rank} of {usable}, the largest rank this layer can use, rounds to 0; "
+                    "ask for a larger fraction or a number, or leave the layer out with targets="
+                )
         if geometry.groups > 1:
-            rank = min(rank, _usable(geometry, self.kernel))
-        cost = geometry.inputs * self._taps(geometry) + geometry.outputs
+            rank = min(rank, usable)
+        cost = geometry.inputs * taps + geometry.outputs
         if self.cap:
-            rank = min(rank, _usable(geometry, self.kernel), geometry.numel // cost)
+            rank = min(rank, usable, geometry.numel // cost)
         return Fit(rank=rank, learned=rank * cost)
 
     def build(self, geometry: Geometry, fit: Fit, weight: Tensor) -> LowRank:
         """The update of one weight, near zero, with the weight's dtype and device."""
         assert fit.rank
-        whole = self.kernel == "full" and bool(geometry.kernel)
-        return LowRank(
-            geometry,
-            fit.rank,
-            weight,
-            whole_kernel=whole,
-            init_range=self.init_range,
-            stays_whole=isinstance(self, LoRA),
-        )
-
-    def _asked(self, geometry: Geometry) -> int:
-        if isinstance(self.rank, int):
-            return self.rank
-        usable = _usable(geometry, self.kernel)
-        rank = round(self.rank * usable)
-        if rank == 0:
-            raise RankError(
-                f"the fraction {self.rank} of {usable}, the largest rank this layer can use, rounds to 0; "
-                "ask for a larger fraction or a number, or leave the layer out with targets="
-            )
-        return rank
-
-    def _taps(self, geometry: Geometry) -> int:
-        return math.prod(geometry.kernel) if self.kernel == "full" else 1
+        whole, is_lora = self.kernel == "full" and bool(geometry.kernel), isinstance(self, LoRA)
+        return LowRank(geometry, fit.rank, weight, whole_kernel=whole, init_range=self.init_range, stays_whole=is_lora)
 
 
 @dataclass(frozen=True)
@@ -442,12 +428,6 @@ class LoRA(SPLoRA):
     """
 
     init_range: float = 0.0
-
-
-def _usable(geometry: Geometry, kernel: Kernel) -> int:
-    """The largest rank that the matrix of one group can have."""
-    taps = math.prod(geometry.kernel) if kernel == "full" else 1
-    return min(geometry.inputs // geometry.groups * taps, geometry.outputs // geometry.groups)
 
 
 def _check_rank(rank: object) -> None:

@@ -102,12 +102,10 @@ def select_adaptable(
 def _under_each(names: Names, patterns: list[str], excluded: set[nn.Module]) -> list[nn.Module]:
     chosen: set[nn.Module] = set()
     for pattern in patterns:
-        found = names.under(pattern)
-        if not found:
-            raise names.unmatched("target", pattern)
+        found = select_named(names, "target", pattern)
         if not any(_could_adapt(m) for m in found if m not in excluded):
             kinds = ", ".join(sorted({type(m).__name__ for m in found}))
-            where = " outside of the head" if excluded & set(found) else ""
+            where = " outside of the head" if excluded & found else ""
             raise UnsupportedLayerError(
                 f"target {pattern!r} holds no layer that can be adapted{where}, but {kinds}; expected {SUPPORTED}"
             )

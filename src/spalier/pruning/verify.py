@@ -26,7 +26,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from spalier.adapters.attach import detach_
-from spalier.adapters.attachment import Changes, is_marked
+from spalier.adapters.attachment import Changes, fused_value, is_marked
 from spalier.adapters.geometry import Added
 from spalier.errors import PruneError
 from spalier.pruning.plan import PRUNED_MARK, Reduction
@@ -278,7 +278,7 @@ class _MaskedRun:
         """A tensor of the base's shape with zeros for what is gone."""
         structure = self.reduction.structure
         first = structure.names[name]
-        value = self.reduction.value(first)
+        value = fused_value(self.reduction.owners, first)
         was, left = (kept.of(structure, first) for kept in (self.reduction.before, self.reduction.left))
         if all(mask.all() for mask in left):  # most tensors of a first prune, uncopied
             return value

@@ -125,8 +125,7 @@ def _low_ranks(delta: Delta) -> Iterator[Option]:
     error = _low_rank_error(delta)
     for whole in {False, kernel > 1}:
         taps = kernel if whole else 1
-        usable = min(geometry.inputs // geometry.groups * taps, geometry.outputs // geometry.groups)
-        cost = geometry.inputs * taps + geometry.outputs
+        usable, cost = geometry.largest_rank(taps), geometry.inputs * taps + geometry.outputs
         # past two bits for each number of the weight, few bits for each entry are always better
         ranks = [rank for rank in _RANKS if rank <= usable and 2 * rank * cost <= geometry.numel]
         factors = low_rank_of(delta, ranks[-1], whole=whole) if ranks else None
