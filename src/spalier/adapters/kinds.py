@@ -70,14 +70,7 @@ class LowRank(Update):
     up_scale: Tensor | None
 
     def __init__(
-        self,
-        geometry: Geometry,
-        rank: int,
-        weight: Tensor,
-        *,
-        whole_kernel: bool,
-        init_range: float,
-        stays_whole: bool = False,
+        self, geometry: Geometry, rank: int, like: Tensor, *, whole: bool, init_range: float, stays_whole: bool = False
     ) -> None:
         super().__init__()
         self.geometry = geometry
@@ -91,9 +84,9 @@ class LowRank(Update):
         """How many levels the factors are rounded to; 0 where they are not."""
         self.register_buffer("down_scale", None)
         self.register_buffer("up_scale", None)
-        taps = geometry.kernel if whole_kernel else ()
-        self.down = nn.Parameter(weight.new_empty(rank, geometry.inputs, *taps))
-        self.up = nn.Parameter(weight.new_empty(rank, geometry.outputs))
+        taps = geometry.kernel if whole else ()
+        self.down = nn.Parameter(like.new_empty(rank, geometry.inputs, *taps))
+        self.up = nn.Parameter(like.new_empty(rank, geometry.outputs))
         self._initialise(init_range)
 
     @property
@@ -145,12 +138,8 @@ class LowRank(Update):
             sizes *= factor.double().reshape(self.rank, groups, -1).square().sum(2)
         return sizes.sum(1).sqrt()
 
-    def rank_cuts(self, components: Indices) -> list[tuple[nn.Parameter, Kept]]:
-        """What stays of each factor where the bottleneck keeps these components."""
-        return [(f, (components, *(None,) * (f.dim() - 1))) for f in (self.down, self.up)]
-
     def rank_narrowed(self, components: Indices) -> dict[str, Tensor]:
-        """The scales that go with them."""
+        """The scales of the factors where the bottleneck keeps these components."""
         scales = {"down_scale": self.down_scale, "up_scale": self.up_scale}
         index = torch.from_numpy(components)
         return {key: scale[index.to(scale.device)] for key, scale in scales.items() if scale is not None}
@@ -414,7 +403,7 @@ class SPLoRA:
         """The update of one weight, near zero, with the weight's dtype and device."""
         assert fit.rank
         whole, is_lora = self.kernel == "full" and bool(geometry.kernel), isinstance(self, LoRA)
-        return LowRank(geometry, fit.rank, weight, whole_kernel=whole, init_range=self.init_range, stays_whole=is_lora)
+        return LowRank(geometry, fit.rank, weight, whole=whole, init_range=self.init_range, stays_whole=is_lora)
 
 
 @dataclass(frozen=True)

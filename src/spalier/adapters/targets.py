@@ -127,16 +127,13 @@ def _is_within(name: str, pattern: str) -> bool:
 
 
 Owner = tuple[nn.Module, str]
+Keys = Mapping[nn.Module, set[str]]
 
 
-def check_ties(
-    names: Names, adapted: dict[nn.Module, set[str]], learned: set[nn.Module], also: Mapping[nn.Module, set[str]]
-) -> None:
+def check_ties(names: Names, adapted: Keys, learned: set[nn.Module], also: Keys) -> None:
     """Refuse a selection that would tear tied weights apart."""
     for owners in _shared(names):
-        treatments = {
-            "learned" if owner[1] in also.get(owner[0], ()) else _treatment(owner, adapted, learned) for owner in owners
-        }
+        treatments = {_treatment(*owner, adapted, learned, also) for owner in owners}
         if len(treatments) > 1:
             raise TiedWeightError(
                 f"{_ties_listed(names, owners)} share one weight but would be treated differently "
@@ -158,9 +155,8 @@ def _shared(names: Names) -> list[list[Owner]]:
     return [found for found in owners.values() if len(found) > 1]
 
 
-def _treatment(owner: Owner, adapted: dict[nn.Module, set[str]], learned: set[nn.Module]) -> str:
-    module, key = owner
-    if module in learned:
+def _treatment(module: nn.Module, key: str, adapted: Keys, learned: set[nn.Module], also: Keys) -> str:
+    if module in learned or key in also.get(module, ()):
         return "learned"
     return "adapted" if key in adapted.get(module, ()) else "frozen"
 

@@ -103,7 +103,7 @@ def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool, recover: An
             verify(reduction, wanted, changes)
         if calibration is not None and teacher is not None:
             wishes = wishes_of(reduction, calibration[0])
-            recovered = recover_(net, teacher, attachment, *calibration, changes, wishes)
+            recovered = recover_(net, teacher, *calibration, changes, wishes)
     except BaseException as error:  # an interrupt too
         changes.undo_()
         if isinstance(error, PruneError) and error.place is not None:
@@ -308,8 +308,8 @@ class Cutter:
     def cut_ranks_(self, components: Mapping[LowRank, Ints]) -> None:
         """Cut the bottlenecks of these updates down to the components that stay."""
         for update, kept in components.items():
-            for factor, indices in update.rank_cuts(kept):
-                self._shrink_(factor, indices)
+            for factor in (update.down, update.up):
+                self._shrink_(factor, (kept,))
             for key, scale in update.rank_narrowed(kept).items():
                 self.changes.set_(update, "_buffers", key, scale)
 

@@ -247,7 +247,7 @@ class _Work:
             # the very numbers that codes were rounded from, so that they can learn on from there
             _fill_(attachment, {name: update.state_dict() for name, update in made.items() if _is_coded(update)})
             if plain is not None and calibration is not None:
-                recovered = self._recovered(attachment, plain, calibration)
+                recovered = self._recovered(plain, calibration)
             return self._result(made, recovered)
         except BaseException:
             if "_spalier" in net.__dict__:
@@ -256,13 +256,13 @@ class _Work:
             _fill_(attachment_of(net), self.unrounded)
             raise
 
-    def _recovered(self, attachment: Attachment, plain: nn.Module, calibration: Any) -> Any:
+    def _recovered(self, plain: nn.Module, calibration: Any) -> Any:
         recovery, inputs = calibration
         is_set = self.is_spent or isinstance(self.adapter, FineTune)  # only norms follow
         recovery = dataclasses.replace(recovery, adapters=not is_set)
         deltas = {delta.path: delta.values for delta in self.deltas.values() if delta.is_layers_own}
         wishes = Wishes(centred=centred_layers(self.structure), deltas=deltas)
-        return recover_(self.net, plain, attachment, recovery, inputs, Changes(), wishes)
+        return recover_(self.net, plain, recovery, inputs, Changes(), wishes)
 
     def _result(self, made: Made, recovered: Any) -> Refitted:
         task = Task.of(self.net, "refit")

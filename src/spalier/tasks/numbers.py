@@ -38,14 +38,14 @@ def assembled(stored: Iterable[Stored]) -> dict[str, Any]:
             scales.append(scale.cpu())
     packed = [data for _, data in sorted(codes, key=lambda pair: pair[0])]  # which keeps the table's order
     return {
-        "adapters": _joined(numbers),
+        "adapters": joined(numbers),
         "codes": torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *packed])),
-        "scales": _joined(scales),
+        "scales": joined(scales),
     }
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """In the widest dtype that there is."""
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """One behind the other, in the widest dtype that there is."""
     return torch.cat(list(parts)) if parts else torch.empty(0, device="cpu")
 
 
