@@ -144,15 +144,11 @@ def _to_blame(plan: Plan, reduction: Reduction, attachment: Attachment | None, p
     Where none is, the nearest ones: they fail together.
     """
     structure, before = plan.structure, reduction.before
-    waiting = list(plan.keep)
+    waiting = {name: structure.streams[_stream(structure, name, plan.writers)] for name in plan.keep}
     nearest: list[str] = []
     for path in _upwards(place):
         inside = f"{path}." if path else ""
-        near = []
-        for name in waiting:
-            stream = structure.streams[_stream(structure, name, plan.writers)]
-            if any(member.tensor.startswith(inside) for member in stream.members):
-                near.append(name)
+        near = [n for n, stream in waiting.items() if any(m.tensor.startswith(inside) for m in stream.members)]
         guilty = []
         for name in near:
             left = kept_after(Plan(structure, {name: plan.keep[name]}, writers=plan.writers), before)
@@ -169,8 +165,8 @@ def _to_blame(plan: Plan, reduction: Reduction, attachment: Attachment | None, p
         if guilty:
             return guilty
         nearest = nearest or near
-        waiting = [name for name in waiting if name not in near]
-    return nearest or waiting
+        waiting = {name: stream for name, stream in waiting.items() if name not in near}
+    return nearest or list(waiting)
 
 
 def _upwards(path: str) -> list[str]:

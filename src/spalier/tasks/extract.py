@@ -130,7 +130,9 @@ class _Extractor:
         updates = {id(u): u for owners in self.owners.values() if (u := update_of(owners)) is not None}
         learned = sum(p.numel() for u in updates.values() for p in u.parameters())
         learned += sum(t.numel() for t in tensors if id(t) in self.learned)
-        density, inputs = self._density(tensors), self._inputs()
+        example = None if self.structure is None else self.structure.example
+        inputs = {} if example is None else described_inputs(*arguments(example))
+        density = self._density(tensors)
         info = TaskInfo(name, settings_of(attachment.adapter), base, density, learned, inputs=inputs, **said)
         return Task(info, made, masks, **numbers)
 
@@ -240,11 +242,6 @@ class _Extractor:
             elif resized_by_tensors(module, {}) is None:
                 found[path] = {key: module.__dict__[key] for key in values}
         return found
-
-    def _inputs(self) -> dict[str, Any]:
-        """What the network was traced with, where that is known."""
-        example = None if self.structure is None else self.structure.example
-        return {} if example is None else described_inputs(*arguments(example))
 
     def _density(self, tensors: Sequence[Tensor]) -> Density:
         if self.structure is not None:

@@ -162,10 +162,10 @@ def words() -> bytes:
     return Path(__file__).with_name("words.txt").read_bytes()
 
 
-def deflate(text: bytes) -> bytes:
-    """A header or a table in fewer bytes."""
-    deflater = zlib.compressobj(9, zlib.DEFLATED, 15, 9, zlib.Z_DEFAULT_STRATEGY, words())
-    return deflater.compress(text) + deflater.flush()
+def deflate(data: bytes, strategy: int = zlib.Z_DEFAULT_STRATEGY, dictionary: bytes = b"") -> bytes:
+    """The same in fewer bytes."""
+    deflater = zlib.compressobj(9, zlib.DEFLATED, 15, 9, strategy, dictionary)
+    return deflater.compress(data) + deflater.flush()
 
 
 def inflate(code: str, what: str, raw: bytes, length: int, dictionary: bytes = b"") -> bytes:
@@ -338,7 +338,7 @@ def pack_container(description: Mapping[str, Any], tensors: Mapping[str, Tensor]
             "text", f"the description has {len(text):,} bytes, expected at most {MAX_HEADER - 8:,}; shorten it"
         )
     if packed:
-        raw = deflate(text)
+        raw = deflate(text, dictionary=words())
         parts = [struct.pack("<II", len(raw), len(text)), raw, *parts]
         size = sum(map(len, parts))
         only = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
