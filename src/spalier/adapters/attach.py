@@ -105,7 +105,7 @@ def attach_with_(
     _check_arguments(net, adapter, targets, norms)
     names = Names(net)
     plan = _plan(names, adapter, targets, head, norms, also)
-    updated = _build(names, plan, adapter)
+    updated = _build(names, plan)
     replaced = copies_of(list(names.of), set(plan.learned), plan.also)
     summary, modules = _summarise(names, plan), described(net)
     heads = tuple(names.of[m][0] for m, kind in plan.learned.items() if kind == "head")
@@ -227,9 +227,7 @@ def _fit(names: Names, adapter: Adapter | ByLayer, chosen: dict[nn.Module, dict[
     return _Plan(adapted, {}, unpaid, adapter_of)
 
 
-def _build(names: Names, plan: _Plan, adapter: AnyAdapter) -> list[Updated]:
-    if isinstance(adapter, FineTune):
-        return []
+def _build(names: Names, plan: _Plan) -> list[Updated]:
     built: dict[int, Update] = {}  # tied weights share one update
     updated = []
     for layer, weights in plan.adapted.items():

@@ -327,11 +327,9 @@ class Adapter(Protocol):
 
     def fit(self, geometry: Geometry) -> Fit:
         """What the update of such a weight costs; ``learned`` 0 leaves the weight frozen."""
-        ...
 
     def build(self, geometry: Geometry, fit: Fit, weight: Tensor) -> Update:
         """The update: a module that maps the frozen weight to the fused one, differentiably."""
-        ...
 
 
 def check_init_range(value: object) -> None:

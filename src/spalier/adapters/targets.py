@@ -34,18 +34,6 @@ class Names:
         """The name to call a module by."""
         return self.of[module][0] or "(the network itself)"
 
-    def under(self, pattern: str) -> list[nn.Module]:
-        """The modules that a pattern names, and everything inside of them."""
-        return [m for m, names in self.of.items() if any(_is_within(n, pattern) for n in names)]
-
-    def unmatched(self, what: str, pattern: str) -> TargetError:
-        """The error for a pattern that matches nothing, with names that are close to it."""
-        known = [name for names in self.of.values() for name in names if name]
-        return TargetError(
-            f"{what} {pattern!r} matches no module of the network; expected a name or a pattern such as "
-            f"{near(pattern, known)}"
-        )
-
 
 def patterns_of(what: str, value: str | Sequence[str]) -> list[str]:
     """One pattern or several, as a list; anything else is an error."""
@@ -56,12 +44,16 @@ def patterns_of(what: str, value: str | Sequence[str]) -> list[str]:
 
 
 def select_named(names: Names, what: str, value: str | Sequence[str] | None) -> set[nn.Module]:
-    """The modules under each pattern; a pattern that matches none is an error."""
+    """The modules that each pattern names, and all inside of them; a pattern that matches none is an error."""
     chosen: set[nn.Module] = set()
     for pattern in patterns_of(what, value) if value is not None else []:
-        found = names.under(pattern)
+        found = [m for m, several in names.of.items() if any(_is_within(name, pattern) for name in several)]
         if not found:
-            raise names.unmatched(what, pattern)
+            known = [name for several in names.of.values() for name in several if name]
+            raise TargetError(
+                f"{what} {pattern!r} matches no module of the network; expected a name or a pattern such as "
+                f"{near(pattern, known)}"
+            )
         chosen.update(found)
     return chosen
 
