@@ -30,6 +30,8 @@ from spalier.timing import CONFIDENCE, MIN_ROUNDS, Call, describe_machine, finis
 Backend = Literal["eager", "compiled", "onnxruntime"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 Verdict = Literal["faster", "no faster", "slower", "not settled", "not measured"]
+Clock = Callable[[], float]
+Say = Callable[[str], None]
 
 BASE = "base"
 NO_DIFFERENCE = 0.02
@@ -278,13 +280,7 @@ def bench(
 
 
 def _measure(
-    nets: Mapping[str, nn.Module],
-    backend: Backend,
-    x: Inputs,
-    rounds: int,
-    seconds: float,
-    clock: Callable[[], float],
-    say: Callable[[str], None],
+    nets: Mapping[str, nn.Module], backend: Backend, x: Inputs, rounds: int, seconds: float, clock: Clock, say: Say
 ) -> list[Timing]:
     """All networks in turns, in one backend and with one batch; nothing of it stays in memory."""
     calls: dict[str, Call] = {}
@@ -306,7 +302,7 @@ def _measure(
     return list(rows.values())
 
 
-def _ready(backend: Backend, net: nn.Module, x: Inputs, file: Path, clock: Callable[[], float]) -> tuple[Call, float]:
+def _ready(backend: Backend, net: nn.Module, x: Inputs, file: Path, clock: Clock) -> tuple[Call, float]:
     """A call that computes what the network does, and the seconds until its first output."""
     wanted = _reference(net, x)
     given = each(torch.clone, x)  # networks may write into what they get
@@ -439,13 +435,7 @@ def _onnxruntime(net: nn.Module, x: Inputs, threads: int, file: Path) -> Call:
 
 
 def onnx_session(
-    net: nn.Module,
-    x: Inputs,
-    file: Path,
-    *,
-    said: Mapping[str, str] | None = None,
-    free: Any = None,
-    threads: int = 0,
+    net: nn.Module, x: Inputs, file: Path, *, said: Mapping[str, str] | None = None, free: Any = None, threads: int = 0
 ) -> Any:
     """A network as an ONNX file, with what is said of it and with these axes free, loaded by onnxruntime."""
     import onnxruntime

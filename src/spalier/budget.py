@@ -236,10 +236,9 @@ class Latency:
         self.example = copied(meter.structure.example if example is None else example)
         if self.example is None:
             raise BudgetError("a budget of latency needs an example batch; pass example=")
-        self.plain = _plain(net)
-        """The network as it is, fused: it has no adapters, so ranks say nothing."""
+        self.plain = (fuse(net) if is_marked(net) else copy.deepcopy(net)).eval()
+        """The network as it is, fused: it has no adapters, so ranks say nothing; it knows what is left of its base."""
         self.base = _base_of(net, self.plain)
-        # times differ from rank to rank, and plans must not
         found: tuple[dict[str, float], float] = from_first_rank(self._measured_layers)
         self.layers, self.rest = found
 
@@ -252,7 +251,8 @@ class Latency:
         tried: dict[int, tuple[float, float]] = {}
         low, high, steps = 0, most, most if guess is None else guess
         while low <= high:  # a bisection that begins where the table says
-            small, base = tried[steps] = self._measured(plan_at(steps), total)
+            # times differ from rank to rank, and plans must not
+            small, base = tried[steps] = from_first_rank(partial(self._timed, plan_at(steps), total))
             is_within = small <= share * base
             low, high = (low, steps - 1) if is_within else (steps + 1, high)
             if is_within and (small >= CLOSE * share * base or high - low < most // FINEST):
@@ -273,10 +273,6 @@ class Latency:
                 stacklevel=4,
             )
         return min(reached), small, base
-
-    def _measured(self, plan: Plan, total: float) -> tuple[float, float]:
-        found: tuple[float, float] = from_first_rank(lambda: self._timed(plan, total))
-        return found
 
     def _timed(self, plan: Plan, total: float) -> tuple[float, float]:
         """Seconds of the pruned and of the unpruned network, in turns."""
@@ -318,11 +314,6 @@ def first_step(most: int, holds: Callable[[int], bool]) -> int | None:
     """The smallest number of steps at which something holds that goes on to hold; None if it never does."""
     found = bisect_left(range(most + 1), True, key=holds)
     return None if found > most else found
-
-
-def _plain(net: nn.Module) -> nn.Module:
-    """A copy to time: fused, in eval mode; it still knows what it has left of its base."""
-    return (fuse(net) if is_marked(net) else copy.deepcopy(net)).eval()
 
 
 def _base_of(net: nn.Module, plain: nn.Module) -> nn.Module | None:

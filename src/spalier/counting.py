@@ -81,10 +81,8 @@ class Count(InNotebooks):
 
     def __str__(self) -> str:
         header = ["module", "kind", "parameters", "learned", "bytes", "MACs", "FLOPs (paper's)"]
-        rows = [_cells(m) for m in self.modules]
-        total = [f"{self.parameters:,}", f"{self.learned:,}", f"{self.bytes:,}"]
-        computed = [_number(self.macs), _number(self.flops_paper)]
-        return table(header, [*rows, ["total", "", *total, *computed]])
+        total = ModuleCount("total", "", self.parameters, self.learned, self.bytes, self.macs, self.flops_paper)
+        return table(header, [_cells(m) for m in (*self.modules, total)])
 
 
 def count(net: nn.Module, example: Any = None, *, samples: int | None = None) -> Count:
@@ -135,21 +133,12 @@ def _by_module(
         learned = [p for u in updates(module).values() for p in _uncounted(counted, list(u.parameters()))]
         learned = [p for p in (*learned, *parameters) if p.requires_grad]
         if own or learned or macs.get(module) or normed.get(module):  # containers are not listed
-            ran = (
-                None if samples is None else _per_sample(0 if computes_weights(name) else macs.get(module, 0), samples)
-            )
+            spent = 0 if computes_weights(name) else macs.get(module, 0)
+            ran = None if samples is None else _per_sample(spent, samples)
             paper = None if ran is None else ran + 2 * _per_sample(normed.get(module, 0), samples or 1)
-            rows.append(
-                ModuleCount(
-                    name,
-                    type(module).__name__,
-                    sum(p.numel() for p in parameters),
-                    sum(p.numel() for p in learned),
-                    sum(t.numel() * t.element_size() for t in own),
-                    ran,
-                    paper,
-                )
-            )
+            held, learning = (sum(p.numel() for p in some) for some in (parameters, learned))
+            size = sum(t.numel() * t.element_size() for t in own)
+            rows.append(ModuleCount(name, type(module).__name__, held, learning, size, ran, paper))
     return tuple(rows)
 
 
@@ -274,8 +263,4 @@ def _per_sample(total: int, samples: int) -> int:
 
 def _cells(m: ModuleCount) -> list[str]:
     numbers = (m.parameters, m.learned, m.bytes, m.macs, m.flops_paper)
-    return [m.name or "(itself)", m.kind, *map(_number, numbers)]
-
-
-def _number(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
+    return [m.name or "(itself)", m.kind, *("-" if value is None else f"{value:,}" for value in numbers)]

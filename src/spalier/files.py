@@ -26,7 +26,7 @@ _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+def opened(path: Path, limit: int | None = None) -> Iterator[tuple[BinaryIO, int]]:
     """A regular file and its size. Whatever else has that name is refused, and never opened for long."""
     try:
         _check_kind(path, path.lstat())
@@ -39,6 +39,8 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     with os.fdopen(handle, "rb", buffering=0) as file:
         found = os.fstat(handle)
         _check_kind(path, found)
+        if limit is not None and found.st_size > limit:
+            raise TaskFileError("too-large", f"the file has {found.st_size:,} bytes, more than the limit of {limit:,}")
         yield file, found.st_size
         now = os.fstat(handle)
         if (now.st_size, now.st_mtime_ns) != (found.st_size, found.st_mtime_ns):

@@ -115,8 +115,11 @@ def select(
         groups = [] if scores is None else search.groups(scores, normalise, aggregate, least, share, round_to)
         return search.plan(Order(groups, ranking), budget, rank, example)
 
+    kind, value = budget or ("rank", 0.0)
+    # the share of its units that every layer keeps, where the budget is a share itself
+    floor = value / 2 if kind in ("channels", "weights", "macs") else 0.0
     try:
-        plan = plan_with(_LEAST, _floor(budget)) if min_keep is None else plan_with(min_keep)
+        plan = plan_with(_LEAST, floor) if min_keep is None else plan_with(min_keep)
     except BudgetError:  # a floor that nobody asked for is in nobody's way
         if min_keep is not None:
             raise
@@ -140,12 +143,6 @@ def _budget(shares: Mapping[str, float | None], size: int | None, rank: float | 
     if not given and rank is None:
         raise BudgetError("no budget was given; expected channels=, weights=, macs=, latency=, bytes= or rank=")
     return next(iter(given.items()), None)
-
-
-def _floor(budget: tuple[str, float] | None) -> float:
-    """The share of its units that every layer keeps, where the budget is a share itself."""
-    kind, value = budget or ("rank", 0.0)
-    return value / 2 if kind in ("channels", "weights", "macs") else 0.0
 
 
 def _protected(net: nn.Module, structure: Structure, protect: Any) -> set[str]:
@@ -262,13 +259,7 @@ class _Search:
     protected: set[str]
 
     def groups(
-        self,
-        scores: Scores,
-        normalise: Normalise | None,
-        aggregate: Aggregate,
-        min_keep: int,
-        share: float,
-        round_to: int,
+        self, scores: Scores, normalise: Normalise | None, aggregate: Aggregate, keep: int, share: float, round_to: int
     ) -> list[Group]:
         """The units of every stream, or of every free writer, but for those that are protected."""
         structure, kept = self.meter.structure, self.meter.kept
@@ -281,7 +272,7 @@ class _Search:
                 for name in own
                 if name not in self.protected
             }
-            floor = max(min_keep, math.ceil(share * stream.size))
+            floor = max(keep, math.ceil(share * stream.size))
             least = floor
             if not own and f"stream:{stream.name}" not in self.protected:
                 value, forced = _of_stream(scores.of(stream.name, normalise, aggregate), scores, number, kept)

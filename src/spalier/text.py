@@ -47,7 +47,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """
     columns = list(zip(header, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    right = [bool(rows) and all(_is_number(cell) for cell in column[1:]) for column in columns]
+    right = [bool(rows) and all(not c or c[0].isdigit() or c == "-" for c in column[1:]) for column in columns]
     lines = []
     for cells in (header, *rows):
         padded = (
@@ -65,10 +65,6 @@ def first_line(error: Exception) -> str:
     'no such key'
     """
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _is_number(cell: str) -> bool:
-    return not cell or cell[0].isdigit() or cell == "-"
 
 
 def printable(name: object) -> str:
@@ -126,10 +122,11 @@ def clean(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join("\ufffd" if _is_hidden(character) else character for character in text)
+    return "".join("\ufffd" if is_hidden(character) else character for character in text)
 
 
-def _is_hidden(character: str) -> bool:
+def is_hidden(character: str) -> bool:
+    """Whether it shows nothing, or turns the line around: controls, direction marks, ends of lines."""
     joins = character in "\u200c\u200d"  # emoji and several scripts need them
     return not joins and unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 

@@ -352,18 +352,14 @@ class _Twin:
 
         Where this is so, nothing has to be compared with the uncut twin.
         """
-        shapes = all(
-            self._made(place, left).issuperset(made) for place, made in cut.made.items() if place not in self.skipped
+        noted: Any = (cut.made, cut.facts, self.captured.walk.views)
+        made, facts, views = (
+            [(place, several) for place, several in found.items() if place not in self.skipped] for found in noted
         )
-        numbers = shapes and all(
-            self.facts.get(place, NO_SIZES).issuperset(facts)
-            for place, facts in cut.facts.items()
-            if place not in self.skipped
-        )
-        return numbers and all(
-            cut.views.get(place) == [self._left(value, left) for value in values]
-            for place, values in self.captured.walk.views.items()
-            if place not in self.skipped
+        return (
+            all(self._made(place, left).issuperset(shapes) for place, shapes in made)
+            and all(self.facts.get(place, NO_SIZES).issuperset(numbers) for place, numbers in facts)
+            and all(cut.views.get(place) == [self._left(value, left) for value in values] for place, values in views)
         )
 
     def _misfit(self, cut: Noted, left: Kept) -> Failure | None:

@@ -24,6 +24,8 @@ from spalier.adapters.targets import AdapterOf, Names, Targets, adapters_of, che
 from spalier.errors import AttachmentError, ConfigError, NonFiniteError, RankError, TargetError, UnsupportedLayerError
 
 Weights = dict[str, tuple[Geometry, Fit]]
+Head = str | Sequence[str] | None
+AnyAdapter = Adapter | ByLayer | FineTune
 
 
 def attach_(
@@ -82,7 +84,7 @@ def attach_(
     return summary
 
 
-def _head(net: nn.Module, head: str | Sequence[str] | None) -> str | Sequence[str] | None:
+def _head(net: nn.Module, head: Head) -> Head:
     """The head as it was given, or where "auto" was, the classifier that is found; a hint where nothing was given."""
     if head not in (None, "auto") or not isinstance(net, nn.Module) or is_marked(net):
         return head
@@ -97,28 +99,17 @@ def _head(net: nn.Module, head: str | Sequence[str] | None) -> str | Sequence[st
 
 
 def attach_with_(
-    net: nn.Module,
-    adapter: Adapter | ByLayer | FineTune,
-    targets: Targets,
-    head: str | Sequence[str] | None,
-    norms: bool,
-    also: Collection[str] = (),
+    net: nn.Module, adapter: AnyAdapter, targets: Targets, head: Head, norms: bool, also: Collection[str] = ()
 ) -> Summary:
     """What `attach_` does, with single parameters that learn in full besides: biases of adapted layers, say."""
     _check_arguments(net, adapter, targets, norms)
     names = Names(net)
     plan = _plan(names, adapter, targets, head, norms, also)
-    updated = _build(names, plan, adapter)
+    updated = _build(names, plan)
     replaced = copies_of(list(names.of), set(plan.learned), plan.also)
-    attachment = Attachment(
-        net,
-        adapter,
-        _summarise(names, plan),
-        updated,
-        replaced,
-        modules=described(net),
-        heads=tuple(names.of[m][0] for m, kind in plan.learned.items() if kind == "head"),
-    )
+    summary, modules = _summarise(names, plan), described(net)
+    heads = tuple(names.of[m][0] for m, kind in plan.learned.items() if kind == "head")
+    attachment = Attachment(net, adapter, summary, updated, replaced, modules=modules, heads=heads)
     attachment.apply_()
     _reach_readers_(names, attachment)
     for module in plan.learned:  # adapted layers are diverted already
@@ -164,14 +155,7 @@ class _Plan:
     """Layers of a kind that can be adapted, which themselves cannot be, and why."""
 
 
-def _plan(
-    names: Names,
-    adapter: Adapter | ByLayer | FineTune,
-    targets: Targets,
-    head: str | Sequence[str] | None,
-    norms: bool,
-    also: Collection[str],
-) -> _Plan:
+def _plan(names: Names, adapter: AnyAdapter, targets: Targets, head: Head, norms: bool, also: Collection[str]) -> _Plan:
     learned = {m: "norm" for m in names.of if norms and is_norm(m)}
     chosen_head = select_named(names, "head", head)
     if chosen_head and not any(True for m in chosen_head for _ in m.parameters()):
@@ -183,7 +167,7 @@ def _plan(
         plan = _Plan({}, learned, set())
     else:
         chosen, refused = select_adaptable(names, targets, excluded=set(learned))
-        plan = replace(_fit(names, adapter, chosen, learned), refused=refused)
+        plan = replace(_fit(names, adapter, chosen), learned=learned, refused=refused)
     plan.also.update(_named_parameters(names, also, plan.learned))
     _check_finite(names, plan)
     _check_calls(names, plan.adapted)
@@ -215,17 +199,15 @@ def _fine_tuned(names: Names, targets: Targets) -> dict[nn.Module, str]:
     return dict.fromkeys(owners, "weights")
 
 
-def _fit(
-    names: Names,
-    adapter: Adapter | ByLayer,
-    chosen: dict[nn.Module, dict[str, Geometry]],
-    learned: dict[nn.Module, str],
-) -> _Plan:
+def _fit(names: Names, adapter: Adapter | ByLayer, chosen: dict[nn.Module, dict[str, Geometry]]) -> _Plan:
     adapted: dict[nn.Module, Weights] = {}
     unpaid = set()
     adapter_of = adapters_of(names, adapter, chosen)
     for layer, weights in chosen.items():
-        _check_free(names.first(layer), layer, weights)
+        taken = [adapter_name(weight) for weight in weights if hasattr(layer, adapter_name(weight))]
+        if taken:
+            where = f"{names.first(layer)} has an attribute {taken[0]} of its own"
+            raise AttachmentError(f"{where}, where its adapter would sit")
         try:
             fits = {
                 name: (geometry, each.fit(geometry))
@@ -242,18 +224,10 @@ def _fit(
     if not adapted:
         why = "no rank pays for any layer" if unpaid else "it has no layer that can be adapted outside of the head"
         raise TargetError(f"nothing to adapt in this network: {why}")
-    return _Plan(adapted, learned, unpaid, adapter_of)
+    return _Plan(adapted, {}, unpaid, adapter_of)
 
 
-def _check_free(name: str, layer: nn.Module, weights: Iterable[str]) -> None:
-    taken = [adapter_name(weight) for weight in weights if hasattr(layer, adapter_name(weight))]
-    if taken:
-        raise AttachmentError(f"{name} has an attribute {taken[0]} of its own, where its adapter would sit")
-
-
-def _build(names: Names, plan: _Plan, adapter: Adapter | ByLayer | FineTune) -> list[Updated]:
-    if isinstance(adapter, FineTune):
-        return []
+def _build(names: Names, plan: _Plan) -> list[Updated]:
     built: dict[int, Update] = {}  # tied weights share one update
     updated = []
     for layer, weights in plan.adapted.items():
@@ -272,9 +246,8 @@ def _reach_readers_(names: Names, attachment: Attachment) -> None:
     adapted = {entry.layer for entry in attachment.updated}
     for module in names.of:
         is_encoder = isinstance(module, nn.TransformerEncoderLayer | nn.TransformerEncoder)
-        if is_encoder and adapted.intersection(module.modules()):  # close the inference fast paths
-            attachment.override_(module, "activation_relu_or_gelu", 0)
-            attachment.override_(module, "use_nested_tensor", False)
+        if is_encoder and adapted.intersection(module.modules()):
+            attachment.close_fast_path_(module)
         if module not in adapted and not _is_encoder_layer(module) and adapted_reads(module):
             attachment.divert_(module)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from spalier.adapters.forward import OWN_FORWARD, adapter_name, divert_, undivert_, updates
-from spalier.adapters.geometry import Added, Described
+from spalier.adapters.geometry import Added, Described, fast_path_closed
 from spalier.adapters.kinds import Update
 from spalier.errors import AttachmentError, NetworkError
 from spalier.text import table
@@ -136,17 +136,10 @@ class Summary:
     learned: int
 
     def __str__(self) -> str:
-        cells = [
-            [
-                row.name,
-                row.kind,
-                f"{row.parameters:,}",
-                "-" if row.rank is None else str(row.rank),
-                f"{row.learned:,}",
-                row.learns + (" (!)" if row.is_dear else ""),
-            ]
-            for row in self.rows
-        ]
+        cells = []
+        for row in self.rows:
+            rank, mark = "-" if row.rank is None else str(row.rank), " (!)" if row.is_dear else ""
+            cells.append([row.name, row.kind, f"{row.parameters:,}", rank, f"{row.learned:,}", row.learns + mark])
         lines = [table(["layer", "kind", "parameters", "rank", "learned", "learns"], cells)]
         share = 100 * self.learned / self.parameters
         lines.append(f"learned: {self.learned:,} of {self.parameters:,} parameters ({share:.1f}%)")
@@ -239,9 +232,9 @@ class Attachment:
         divert_(module)
         self.diverted.append(module)
 
-    def override_(self, module: nn.Module, attribute: str, value: object) -> None:
-        """Set a plain attribute, and remember what it was."""
-        if hasattr(module, attribute):
+    def close_fast_path_(self, module: nn.Module) -> None:
+        """Let an encoder compute by the layers inside of it, and remember what it was."""
+        for attribute, value in fast_path_closed(module).items():
             self.attributes.append((module, attribute, getattr(module, attribute)))
             setattr(module, attribute, value)
 
@@ -285,10 +278,8 @@ def _close_fast_paths_(net: nn.Module) -> None:
     """PyTorch's inference fast paths know nothing of attention that has fewer heads."""
     pruned = [m for m in net.modules() if OWN_FORWARD in m.__dict__]
     for module in net.modules() if pruned else ():
-        if isinstance(module, nn.TransformerEncoderLayer) and module.self_attn in pruned:
-            module.activation_relu_or_gelu = 0
-        elif isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False
+        if not isinstance(module, nn.TransformerEncoderLayer) or module.self_attn in pruned:
+            module.__dict__.update(fast_path_closed(module))
 
 
 def attachment_of(net: nn.Module) -> Attachment:

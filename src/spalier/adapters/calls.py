@@ -44,13 +44,10 @@ class Calls(NamedTuple):
     """Tensors with so many axes: what they are multiplied with, or divided by."""
 
 
-_TENSOR, _TORCH = (Tensor, "reshape view"), (torch, "reshape")
-RESHAPES = frozenset(getattr(owner, name) for owner, names in (_TENSOR, _TORCH) for name in names.split())
-_NAMES = "mul mul_ multiply div div_ divide true_divide"
-_SLOTS = " __mul__ __rmul__ __imul__ __truediv__ __itruediv__"
-SCALINGS = frozenset([getattr(Tensor, n) for n in (_NAMES + _SLOTS).split()]) | frozenset(
-    [torch.mul, torch.multiply, torch.div, torch.divide, torch.true_divide]
-)
+RESHAPES = frozenset[Any]((Tensor.reshape, Tensor.view, torch.reshape))
+_NAMES = "mul mul_ multiply div div_ divide true_divide __mul__ __rmul__ __imul__ __truediv__ __itruediv__"
+_FUNCTIONS = (torch.mul, torch.multiply, torch.div, torch.divide, torch.true_divide)
+SCALINGS = frozenset[Any]((*_FUNCTIONS, *(getattr(Tensor, name) for name in _NAMES.split())))
 
 
 class Corrected(TorchFunctionMode):

@@ -48,6 +48,10 @@ class Geometry:
         """How many entries the weight has."""
         return self.inputs * self.outputs // self.groups * math.prod(self.kernel)
 
+    def largest_rank(self, taps: int) -> int:
+        """The largest rank that the matrix of one group can have, where it is for so many taps of the kernel."""
+        return min(self.inputs // self.groups * taps, self.outputs // self.groups)
+
     @property
     def centre(self) -> tuple[int, ...]:
         """The centre tap; of an even kernel, the first one past the middle."""
@@ -124,6 +128,13 @@ def is_norm(module: nn.Module) -> bool:
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
+def fast_path_closed(module: nn.Module) -> dict[str, Any]:
+    """The attributes that close an encoder's inference fast path, which knows nothing of adapters or of fewer heads."""
+    if isinstance(module, nn.TransformerEncoderLayer):
+        return {"activation_relu_or_gelu": 0}
+    return {"use_nested_tensor": False} if isinstance(module, nn.TransformerEncoder) else {}
+
+
 def is_transformers_conv1d(module: nn.Module) -> bool:
     """Hugging Face's ``Conv1D``, a linear layer with a transposed weight, recognised without importing it."""
     return any(
@@ -133,7 +144,9 @@ def is_transformers_conv1d(module: nn.Module) -> bool:
 
 def _of_weight(module: nn.Module) -> Geometry:
     if isinstance(module, _ConvNd):
-        return _of_convolution(module)
+        kernel, is_turned = tuple(module.kernel_size), isinstance(module, _ConvTransposeNd)
+        fan_in = module.in_channels // module.groups * math.prod(kernel)
+        return Geometry(module.in_channels, module.out_channels, module.groups, kernel, is_turned, fan_in)
     if isinstance(module, nn.Linear):
         return Geometry(module.in_features, module.out_features, fan_in=module.in_features)
     weight = module.get_parameter("weight")
@@ -149,29 +162,12 @@ def _of_weight(module: nn.Module) -> Geometry:
     return Geometry(inputs, outputs, inputs_first=True, fan_in=inputs)
 
 
-def _of_convolution(module: _ConvNd) -> Geometry:
-    kernel = tuple(module.kernel_size)
-    transposed = isinstance(module, _ConvTransposeNd)
-    return Geometry(
-        module.in_channels,
-        module.out_channels,
-        module.groups,
-        kernel,
-        inputs_first=transposed,
-        fan_in=module.in_channels // module.groups * math.prod(kernel),
-    )
-
-
 def _of_attention(module: nn.MultiheadAttention) -> dict[str, Geometry]:
     """The projections that attention owns itself; ``out_proj`` is a Linear of its own."""
     names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-    found = {}
-    for name in names:
-        weight = getattr(module, name)
-        if weight is not None:
-            outputs, inputs = weight.shape
-            found[name] = Geometry(inputs, outputs, fan_in=inputs)
-    return found
+    weights = {name: getattr(module, name) for name in names}
+    shapes = {name: weight.shape for name, weight in weights.items() if weight is not None}
+    return {name: Geometry(inputs, outputs, fan_in=inputs) for name, (outputs, inputs) in shapes.items()}
 
 
 def _check_parameter(module: nn.Module, name: str) -> None:
@@ -306,21 +302,19 @@ class Window(NamedTuple):
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The convolution itself, in one group."""
-        out: Tensor = torch.ops.aten.convolution(
-            x, weight, bias, self.stride, self.padding, self.dilation, False, self._zeros(), 1
-        )
+        out: Tensor = torch.ops.aten.convolution(x, weight, bias, *self._options())
         return out
 
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, of: Literal["input", "weight"]) -> Tensor:
         """The gradient of the input or of the weight, and of nothing else."""
         mask = [of == "input", of == "weight", False]
-        geometry = (self.stride, self.padding, self.dilation, False, self._zeros(), 1)
-        grads = torch.ops.aten.convolution_backward(grad, x, weight, None, *geometry, mask)
+        grads = torch.ops.aten.convolution_backward(grad, x, weight, None, *self._options(), mask)
         chosen: Tensor = grads[mask.index(True)]
         return chosen
 
-    def _zeros(self) -> list[int]:
-        return [0] * len(self.kernel)
+    def _options(self) -> tuple[Any, ...]:
+        """Not transposed, without padding of the output, in one group."""
+        return self.stride, self.padding, self.dilation, False, [0] * len(self.kernel), 1
 
 
 def tensors_of(net: nn.Module) -> dict[str, Tensor]:

@@ -70,14 +70,7 @@ class LowRank(Update):
     up_scale: Tensor | None
 
     def __init__(
-        self,
-        geometry: Geometry,
-        rank: int,
-        weight: Tensor,
-        *,
-        whole_kernel: bool,
-        init_range: float,
-        stays_whole: bool = False,
+        self, geometry: Geometry, rank: int, like: Tensor, *, whole: bool, init_range: float, stays_whole: bool = False
     ) -> None:
         super().__init__()
         self.geometry = geometry
@@ -91,9 +84,9 @@ class LowRank(Update):
         """How many levels the factors are rounded to; 0 where they are not."""
         self.register_buffer("down_scale", None)
         self.register_buffer("up_scale", None)
-        taps = geometry.kernel if whole_kernel else ()
-        self.down = nn.Parameter(weight.new_empty(rank, geometry.inputs, *taps))
-        self.up = nn.Parameter(weight.new_empty(rank, geometry.outputs))
+        taps = geometry.kernel if whole else ()
+        self.down = nn.Parameter(like.new_empty(rank, geometry.inputs, *taps))
+        self.up = nn.Parameter(like.new_empty(rank, geometry.outputs))
         self._initialise(init_range)
 
     @property
@@ -145,12 +138,8 @@ class LowRank(Update):
             sizes *= factor.double().reshape(self.rank, groups, -1).square().sum(2)
         return sizes.sum(1).sqrt()
 
-    def rank_cuts(self, components: Indices) -> list[tuple[nn.Parameter, Kept]]:
-        """What stays of each factor where the bottleneck keeps these components."""
-        return [(f, (components, *(None,) * (f.dim() - 1))) for f in (self.down, self.up)]
-
     def rank_narrowed(self, components: Indices) -> dict[str, Tensor]:
-        """The scales that go with them."""
+        """The scales of the factors where the bottleneck keeps these components."""
         scales = {"down_scale": self.down_scale, "up_scale": self.up_scale}
         index = torch.from_numpy(components)
         return {key: scale[index.to(scale.device)] for key, scale in scales.items() if scale is not None}
@@ -338,11 +327,9 @@ class Adapter(Protocol):
 
     def fit(self, geometry: Geometry) -> Fit:
         """What the update of such a weight costs; ``learned`` 0 leaves the weight frozen."""
-        ...
 
     def build(self, geometry: Geometry, fit: Fit, weight: Tensor) -> Update:
         """The update: a module that maps the frozen weight to the fused one, differentiably."""
-        ...
 
 
 def check_init_range(value: object) -> None:
@@ -394,41 +381,27 @@ class SPLoRA:
 
     def fit(self, geometry: Geometry) -> Fit:
         """The rank that a layer gets, and what it costs; nothing where a cap leaves no rank that pays."""
-        rank = self._asked(geometry)
+        taps = math.prod(geometry.kernel) if self.kernel == "full" else 1
+        rank, usable = self.rank, geometry.largest_rank(taps)
+        if isinstance(rank, float):
+            rank = round(rank * usable)
+            if rank == 0:
+                raise RankError(
+                    f"the fraction {self.rank} of {usable}, the largest rank this layer can use, rounds to 0; "
+                    "ask for a larger fraction or a number, or leave the layer out with targets="
+                )
         if geometry.groups > 1:
-            rank = min(rank, _usable(geometry, self.kernel))
-        cost = geometry.inputs * self._taps(geometry) + geometry.outputs
+            rank = min(rank, usable)
+        cost = geometry.inputs * taps + geometry.outputs
         if self.cap:
-            rank = min(rank, _usable(geometry, self.kernel), geometry.numel // cost)
+            rank = min(rank, usable, geometry.numel // cost)
         return Fit(rank=rank, learned=rank * cost)
 
     def build(self, geometry: Geometry, fit: Fit, weight: Tensor) -> LowRank:
         """The update of one weight, near zero, with the weight's dtype and device."""
         assert fit.rank
-        whole = self.kernel == "full" and bool(geometry.kernel)
-        return LowRank(
-            geometry,
-            fit.rank,
-            weight,
-            whole_kernel=whole,
-            init_range=self.init_range,
-            stays_whole=isinstance(self, LoRA),
-        )
-
-    def _asked(self, geometry: Geometry) -> int:
-        if isinstance(self.rank, int):
-            return self.rank
-        usable = _usable(geometry, self.kernel)
-        rank = round(self.rank * usable)
-        if rank == 0:
-            raise RankError(
-                f"the fraction {self.rank} of {usable}, the largest rank this layer can use, rounds to 0; "
-                "ask for a larger fraction or a number, or leave the layer out with targets="
-            )
-        return rank
-
-    def _taps(self, geometry: Geometry) -> int:
-        return math.prod(geometry.kernel) if self.kernel == "full" else 1
+        whole, is_lora = self.kernel == "full" and bool(geometry.kernel), isinstance(self, LoRA)
+        return LowRank(geometry, fit.rank, weight, whole=whole, init_range=self.init_range, stays_whole=is_lora)
 
 
 @dataclass(frozen=True)
@@ -442,12 +415,6 @@ class LoRA(SPLoRA):
     """
 
     init_range: float = 0.0
-
-
-def _usable(geometry: Geometry, kernel: Kernel) -> int:
-    """The largest rank that the matrix of one group can have."""
-    taps = math.prod(geometry.kernel) if kernel == "full" else 1
-    return min(geometry.inputs // geometry.groups * taps, geometry.outputs // geometry.groups)
 
 
 def _check_rank(rank: object) -> None:

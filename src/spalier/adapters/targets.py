@@ -34,18 +34,6 @@ class Names:
         """The name to call a module by."""
         return self.of[module][0] or "(the network itself)"
 
-    def under(self, pattern: str) -> list[nn.Module]:
-        """The modules that a pattern names, and everything inside of them."""
-        return [m for m, names in self.of.items() if any(_is_within(n, pattern) for n in names)]
-
-    def unmatched(self, what: str, pattern: str) -> TargetError:
-        """The error for a pattern that matches nothing, with names that are close to it."""
-        known = [name for names in self.of.values() for name in names if name]
-        return TargetError(
-            f"{what} {pattern!r} matches no module of the network; expected a name or a pattern such as "
-            f"{near(pattern, known)}"
-        )
-
 
 def patterns_of(what: str, value: str | Sequence[str]) -> list[str]:
     """One pattern or several, as a list; anything else is an error."""
@@ -56,12 +44,16 @@ def patterns_of(what: str, value: str | Sequence[str]) -> list[str]:
 
 
 def select_named(names: Names, what: str, value: str | Sequence[str] | None) -> set[nn.Module]:
-    """The modules under each pattern; a pattern that matches none is an error."""
+    """The modules that each pattern names, and all inside of them; a pattern that matches none is an error."""
     chosen: set[nn.Module] = set()
     for pattern in patterns_of(what, value) if value is not None else []:
-        found = names.under(pattern)
+        found = [m for m, several in names.of.items() if any(_is_within(name, pattern) for name in several)]
         if not found:
-            raise names.unmatched(what, pattern)
+            known = [name for several in names.of.values() for name in several if name]
+            raise TargetError(
+                f"{what} {pattern!r} matches no module of the network; expected a name or a pattern such as "
+                f"{near(pattern, known)}"
+            )
         chosen.update(found)
     return chosen
 
@@ -102,12 +94,10 @@ def select_adaptable(
 def _under_each(names: Names, patterns: list[str], excluded: set[nn.Module]) -> list[nn.Module]:
     chosen: set[nn.Module] = set()
     for pattern in patterns:
-        found = names.under(pattern)
-        if not found:
-            raise names.unmatched("target", pattern)
+        found = select_named(names, "target", pattern)
         if not any(_could_adapt(m) for m in found if m not in excluded):
             kinds = ", ".join(sorted({type(m).__name__ for m in found}))
-            where = " outside of the head" if excluded & set(found) else ""
+            where = " outside of the head" if excluded & found else ""
             raise UnsupportedLayerError(
                 f"target {pattern!r} holds no layer that can be adapted{where}, but {kinds}; expected {SUPPORTED}"
             )
@@ -129,16 +119,13 @@ def _is_within(name: str, pattern: str) -> bool:
 
 
 Owner = tuple[nn.Module, str]
+Keys = Mapping[nn.Module, set[str]]
 
 
-def check_ties(
-    names: Names, adapted: dict[nn.Module, set[str]], learned: set[nn.Module], also: Mapping[nn.Module, set[str]]
-) -> None:
+def check_ties(names: Names, adapted: Keys, learned: set[nn.Module], also: Keys) -> None:
     """Refuse a selection that would tear tied weights apart."""
     for owners in _shared(names):
-        treatments = {
-            "learned" if owner[1] in also.get(owner[0], ()) else _treatment(owner, adapted, learned) for owner in owners
-        }
+        treatments = {_treatment(*owner, adapted, learned, also) for owner in owners}
         if len(treatments) > 1:
             raise TiedWeightError(
                 f"{_ties_listed(names, owners)} share one weight but would be treated differently "
@@ -160,9 +147,8 @@ def _shared(names: Names) -> list[list[Owner]]:
     return [found for found in owners.values() if len(found) > 1]
 
 
-def _treatment(owner: Owner, adapted: dict[nn.Module, set[str]], learned: set[nn.Module]) -> str:
-    module, key = owner
-    if module in learned:
+def _treatment(module: nn.Module, key: str, adapted: Keys, learned: set[nn.Module], also: Keys) -> str:
+    if module in learned or key in also.get(module, ()):
         return "learned"
     return "adapted" if key in adapted.get(module, ()) else "frozen"
 

@@ -201,14 +201,8 @@ def eval_(console: Console, tasks: tuple[str, ...], base: str | None, part: str,
         measured = {"accuracy": found.accuracy, "loss": found.loss, "recorded": task.info.metrics.get("accuracy")}
         rows.append({"task": name, "data": samples.name, "part": part, "samples": found.samples, **measured})
         console.note(f"{name}: {found.accuracy:.1%}")
-    forms = {
-        "task": "{}",
-        "data": "{}",
-        "samples": "{:,}",
-        "accuracy": "{:.1%}",
-        "loss": "{:.4f}",
-        "recorded": "{:.1%}",
-    }
+    forms = {"task": "{}", "data": "{}", "samples": "{:,}"}
+    forms |= {"accuracy": "{:.1%}", "loss": "{:.4f}", "recorded": "{:.1%}"}
     cells = [["-" if row[key] is None else form.format(row[key]) for key, form in forms.items()] for row in rows]
     console.show(table(["task", "data", part, "accuracy", "loss", "in the file"], cells), {"tasks": rows})
 
@@ -343,7 +337,12 @@ def env(console: Console) -> None:
     found: dict[str, Any] = {"spalier": spalier.__version__, "python": platform.python_version()}
     found["system"] = f"{platform.system()} {platform.machine()}"
     try:
-        found |= _machine()
+        import torch
+
+        from spalier.timing import describe_machine
+
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        found |= describe_machine(device, torch.get_num_threads())
     except Exception as error:  # whatever a broken installation of torch raises
         found["torch"] = f"cannot be imported: {type(error).__name__}: {error}"
     to_install = libraries()
@@ -359,12 +358,3 @@ def _version(library: str) -> str | None:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _machine() -> dict[str, Any]:
-    import torch
-
-    from spalier.timing import describe_machine
-
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    return describe_machine(device, torch.get_num_threads())

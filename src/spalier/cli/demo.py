@@ -57,19 +57,10 @@ def run_demo(place: Path, seed: int, note: Callable[[str], None]) -> dict[str, A
         page = spalier.report(place / "runs", place / "report.html")
     finally:
         torch.set_num_threads(threads)
-    found = {
-        "folder": str(place),
-        "report": str(page),
-        "seconds": round(time.perf_counter() - start, 1),
-        "learned_before": before,
-        "base": {
-            "parameters": parameters,
-            "bytes": size,
-            "bytes_float32": spalier.count(base).bytes,
-            "latency_ms": latency,
-        },
-        "rows": rows,
-    }
+    seconds, whole = round(time.perf_counter() - start, 1), spalier.count(base).bytes
+    found: dict[str, Any] = {"folder": str(place), "report": str(page), "seconds": seconds, "learned_before": before}
+    found["base"] = {"parameters": parameters, "bytes": size, "bytes_float32": whole, "latency_ms": latency}
+    found["rows"] = rows
     return found | {"ways": _ways(found)}
 
 
@@ -186,26 +177,15 @@ def shown(found: dict[str, Any]) -> str:
         [way["way"], f"{way['accuracy']:.1%}", byte_size(way["bytes"]), f"{way['speed_up']:.1f}"]
         for way in found["ways"]
     ]
-    following = [
-        f"task list {place}/tasks",
-        f"eval {run}",
-        f"bench {run} {run} --backends eager",
-        "train --data digits --folder runs/digits",
+    parts = [
+        table(titles, [_cells(row) for row in found["rows"]]),
+        table([f"{len(TASKS)} tasks", "right", "bytes", "x as fast"], ways),
+        _verdict(found),
+        f"report: {found['report']}   (open it in a browser; {how} {found['seconds']:.0f} s)\nnext:",
     ]
-    return "\n".join(
-        [
-            "",
-            table(titles, [_cells(row) for row in found["rows"]]),
-            "",
-            table([f"{len(TASKS)} tasks", "right", "bytes", "x as fast"], ways),
-            "",
-            _verdict(found),
-            "",
-            f"report: {found['report']}   (open it in a browser; {how} {found['seconds']:.0f} s)",
-            "next:",
-            *(f"  {_program()} {command}" for command in following),
-        ]
-    )
+    following = [f"task list {place}/tasks", f"eval {run}", f"bench {run} {run} --backends eager"]
+    following = [f"  {_program()} {command}" for command in (*following, "train --data digits --folder runs/digits")]
+    return "\n".join(["", "\n\n".join(parts), *following])
 
 
 def _verdict(found: dict[str, Any]) -> str:

@@ -8,8 +8,6 @@ the loss (`SecondOrder`). Relevance is in lrp.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -19,17 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spalier.criteria.probe import (
-    Batch,
-    Probe,
-    Values,
-    Watch,
-    loss_of,
-    mean_product,
-    sample_axis,
-    seeing,
-    watched,
-)
+from spalier.criteria.probe import Batch, Probe, Values, Watch, loss_of, mean_product, sample_axis, seeing, watched
 from spalier.errors import ConfigError, ScoreError
 from spalier.structure.graph import in_eval_mode
 from spalier.structure.sites import layer_name
@@ -225,7 +213,12 @@ class SecondOrder(Criterion):
     def measure(self, probe: Probe, batches: Any, loss: Any) -> Values:
         """A score for every unit that is left, by stream and layer."""
         twin, watches, samples = probe.twin(), probe.watches(), [0]
-        with in_eval_mode(twin), _gated(twin, watches, samples) as gates, sdpa_kernel(SDPBackend.MATH):
+        gates: Gates = [[] for _ in watches]
+        places = [
+            (watch.site.module, watch.site.side, partial(_apply_gate, watch, made, samples))
+            for watch, made in zip(watches, gates, strict=True)
+        ]
+        with in_eval_mode(twin), seeing(twin, places), sdpa_kernel(SDPBackend.MATH):
             return probe.means(watches, batches, lambda batch: _one(twin, batch, loss, gates, samples), what=self.name)
 
     @property
@@ -257,18 +250,6 @@ def _one(twin: nn.Module, batch: Batch, loss: Any, gates: Gates, samples: list[i
     slopes, bends = (gradient.detach() for gradient in first), iter(second)
     calls = [([next(slopes) for _ in each], [next(bends) for _ in each]) for each in gates]
     return [sum(a).abs() + sum(b).abs() / 2 if a else None for a, b in calls]  # type: ignore[union-attr]
-
-
-@contextmanager
-def _gated(net: nn.Module, watches: list[Watch], samples: list[int]) -> Iterator[Gates]:
-    """Multiply every unit by a gate of its own for each sample."""
-    gates: Gates = [[] for _ in watches]
-    places = [
-        (watch.site.module, watch.site.side, partial(_apply_gate, watch, made, samples))
-        for watch, made in zip(watches, gates, strict=True)
-    ]
-    with seeing(net, places):
-        yield gates
 
 
 def _apply_gate(watch: Watch, gates: list[Tensor], batch: list[int], value: Tensor) -> Tensor:

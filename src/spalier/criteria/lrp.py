@@ -33,24 +33,8 @@ class LRP(Criterion):
         twin = probe.twin(fused=not self.literal)
         fold_norms_(twin, probe)
         watches = probe.watches()
-        with (
-            in_eval_mode(twin),
-            watched(twin, watches, _absolute, values=False) as record,
-        ):
+        with in_eval_mode(twin), watched(twin, watches, lambda _, r: r.abs().sum(1), values=False) as record:
             return probe.means(watches, batches, lambda batch: explain(twin, batch, record), what=self.name)
-
-
-def _or_nothing(values: list[Tensor | None], batch: Batch) -> list[Tensor | None]:
-    """Queries, keys and gates get no relevance; if nothing does, something is wrong."""
-    if all(value is None for value in values):
-        raise ScoreError(
-            f"no relevance came back in batch {batch.number}: no channel of a stream has a part in the network's output"
-        )
-    return [torch.zeros(1, 1) if value is None else value for value in values]
-
-
-def _absolute(values: None, relevance: Tensor) -> Tensor:
-    return relevance.abs().sum(1)
 
 
 def explain(twin: nn.Module, batch: Batch, record: Record) -> list[Tensor | None]:
@@ -72,7 +56,12 @@ def explain(twin: nn.Module, batch: Batch, record: Record) -> list[Tensor | None
             "softmax; let it return logits"
         )
     logits.backward(_one_hot(logits, batch))
-    return _or_nothing(record.take(), batch)
+    values = record.take()
+    if all(value is None for value in values):
+        raise ScoreError(
+            f"no relevance came back in batch {batch.number}: no channel of a stream has a part in the network's output"
+        )
+    return [torch.zeros(1, 1) if value is None else value for value in values]  # of queries, keys and gates: none
 
 
 def _logits(output: Any) -> Tensor:

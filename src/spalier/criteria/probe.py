@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spalier.adapters.attach import fuse
 from spalier.adapters.attachment import attachment_of, fused_value, is_marked, owners_of
+from spalier.adapters.geometry import fast_path_closed
 from spalier.errors import ScoreError
 from spalier.pruning.modules import base_scale, run_attention
 from spalier.pruning.plan import Kept, kept_of
@@ -489,10 +490,7 @@ def _open_(module: nn.Module) -> None:
         module.__dict__.setdefault("scale", base_scale(module))
         # the output projection is called as a module, so that hooks see what it takes
         module.__dict__["forward"] = partial(run_attention, module, project=lambda out_proj, x: out_proj(x))
-    elif isinstance(module, nn.TransformerEncoderLayer):
-        module.activation_relu_or_gelu = 0
-    elif isinstance(module, nn.TransformerEncoder):
-        module.use_nested_tensor = False
+    module.__dict__.update(fast_path_closed(module))
 
 
 def _without_updates(net: nn.Module) -> nn.Module:

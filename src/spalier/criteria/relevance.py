@@ -96,7 +96,6 @@ def _name(func: Any) -> str:
 _SPELLINGS = {
     **dict.fromkeys(("iadd", "radd"), "add"),
     **dict.fromkeys(("isub", "subtract"), "sub"),
-    "rsub": "rsub",
     **dict.fromkeys(("imul", "rmul", "multiply"), "mul"),
     **dict.fromkeys(("truediv", "itruediv", "divide", "true_divide"), "div"),
 }
@@ -297,10 +296,6 @@ def _move(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _add(func: Any, a: Any, b: Any, *, alpha: float = 1, **kwargs: Any) -> Tensor:
-    return _summed(a, _scaled(b, alpha))
-
-
 def _summed(a: Any, b: Any) -> Tensor:
     if not isinstance(a, Tensor):
         a, b = b, a
@@ -324,14 +319,11 @@ def _mul(func: Any, a: Any, b: Any, **kwargs: Any) -> Tensor:
     if not isinstance(a, Tensor) or not a.requires_grad:
         a, b = b, a
     if not isinstance(b, Tensor) or not b.requires_grad:
-        return _passed(lambda v: v * b, a) if _same_shape(a, b) else _passed(torch.mul, a, b, shares=(1.0, 0.0))
+        keeps_shape = not isinstance(b, Tensor) or torch.broadcast_shapes(a.shape, b.shape) == a.shape
+        return _passed(lambda v: v * b, a) if keeps_shape else _passed(torch.mul, a, b, shares=(1.0, 0.0))
     # a gate, as in squeeze-and-excitation, has fewer numbers than what it gates
     shares = (0.5, 0.5) if a.numel() == b.numel() else (1.0, 0.0) if a.numel() > b.numel() else (0.0, 1.0)
     return _passed(torch.mul, a, b, shares=shares)
-
-
-def _same_shape(a: Tensor, b: Any) -> bool:
-    return not isinstance(b, Tensor) or torch.broadcast_shapes(a.shape, b.shape) == a.shape
 
 
 def _div(func: Any, a: Any, b: Any, **kwargs: Any) -> Tensor:
@@ -398,7 +390,7 @@ RULES: dict[str, Rule] = {
     "einsum": _einsum,
     "glu": _glu,
     "addcmul": lambda func, a, b, c, value=1: _summed(a, _scaled(_mul(func, b, c), value)),
-    "add": _add,
+    "add": lambda func, a, b, alpha=1, **kwargs: _summed(a, _scaled(b, alpha)),
     "sub": _sub,
     "rsub": lambda func, a, b, **kwargs: _sub(func, b, a, **kwargs),
     "mul": _mul,

@@ -62,7 +62,8 @@ class Stepper:
             )
         net, progress = self.part(module), min(1.0, done / total)
         own, density = set(net.parameters()), self.schedule.density(progress)
-        self.schedule.optimizer = [each for each in optimizers if not own.isdisjoint(_trained(each))]
+        trained = {each: {p for group in each.param_groups for p in group["params"]} for each in optimizers}
+        self.schedule.optimizer = [each for each, parameters in trained.items() if own & parameters]
         try:
             plan = self.schedule.step(net, progress)
         finally:
@@ -87,10 +88,6 @@ class Stepper:
         prune_(net, Plan(structure, kept["streams"], ranks=ranks))
         if kept["writers"]:
             prune_(net, Plan(structure, kept["writers"], writers="free"))
-
-
-def _trained(optimizer: Optimizer) -> list[Any]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _adapters(net: nn.Module) -> dict[str, LowRank]:

@@ -30,7 +30,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from spalier.adapters.attachment import Changes
 from spalier.adapters.forward import OWN_FORWARD, is_diverted
-from spalier.adapters.geometry import Added, is_transformers_conv1d
+from spalier.adapters.geometry import Added, fast_path_closed, is_transformers_conv1d
 
 if TYPE_CHECKING:
     from spalier.structure.labels import Ints, Mask
@@ -112,6 +112,9 @@ def resized_by_shape(module: nn.Module, shape: tuple[int, ...]) -> dict[str, Any
 
 _BY_SHAPE: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Linear: ("out_features", "in_features"),
+    nn.Bilinear: ("out_features", "in1_features", "in2_features"),
+    **dict.fromkeys((nn.Embedding, nn.EmbeddingBag), ("num_embeddings", "embedding_dim")),
+    nn.PReLU: ("num_parameters",),
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), ("out_channels", "in_channels")),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), ("num_features",)),
 }
@@ -131,14 +134,10 @@ def _entry_of(module: nn.Module) -> Entry | None:
     return _conv1d if entry is None and is_transformers_conv1d(module) else entry
 
 
-@resizes(nn.Linear)
-def _linear(module: Any, resize: Resize) -> dict[str, Any]:
-    return {"out_features": module.weight.shape[0], "in_features": module.weight.shape[1]}
-
-
-@resizes(nn.Bilinear)
-def _bilinear(module: Any, resize: Resize) -> dict[str, Any]:
-    return dict(zip(("out_features", "in1_features", "in2_features"), module.weight.shape, strict=True))
+@resizes(nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.PReLU)
+def _shaped(module: Any, resize: Resize) -> dict[str, Any]:
+    names = next(_BY_SHAPE[kind] for kind in type(module).__mro__ if kind in _BY_SHAPE)
+    return dict(zip(names, module.weight.shape, strict=True))
 
 
 @resizes(_ConvNd)
@@ -173,24 +172,11 @@ def _group_norm(module: Any, resize: Resize) -> dict[str, Any]:
     return {"num_groups": groups, "num_channels": len(module.weight)}
 
 
-@resizes(nn.Embedding, nn.EmbeddingBag)
-def _embedding(module: Any, resize: Resize) -> dict[str, Any]:
-    return {"num_embeddings": module.weight.shape[0], "embedding_dim": module.weight.shape[1]}
-
-
-@resizes(nn.PReLU)
-def _prelu(module: Any, resize: Resize) -> dict[str, Any]:
-    return {"num_parameters": len(module.weight)}
-
-
 def _conv1d(module: Any, resize: Resize) -> dict[str, Any]:
     return {"nx": module.weight.shape[0], "nf": module.weight.shape[1]}
 
 
-_BY_TENSORS = (
-    *(_linear, _bilinear, _convolution, _conv1d, _embedding, _prelu),
-    *(_channel_norm, _layer_norm, _group_norm),
-)
+_BY_TENSORS = (_shaped, _convolution, _conv1d, _channel_norm, _layer_norm, _group_norm)
 
 
 @resizes(nn.MultiheadAttention)
@@ -215,8 +201,13 @@ def attention_with(module: Any, heads: int) -> dict[str, Any]:
     }
 
 
+@resizes(nn.TransformerEncoderLayer, nn.TransformerEncoder)
+def _encoder(module: Any, resize: Resize) -> dict[str, Any]:
+    return fast_path_closed(module)
+
+
 _HELD: dict[Entry, frozenset[str]] = {
-    **dict.fromkeys(_BY_TENSORS, frozenset()),
+    **dict.fromkeys((*_BY_TENSORS, _encoder), frozenset()),
     _layer_norm: frozenset({"normalized_shape"}),  # of norms without weights
     _attention: frozenset({"num_heads"}),
 }
@@ -259,20 +250,6 @@ def misfit(module: Any) -> str:
         if "in_proj_bias" in own and len(own["in_proj_bias"]) != queries + keys + values:
             return "its bias is for another number of channels"
     return ""
-
-
-@resizes(nn.TransformerEncoderLayer)
-def _encoder_layer(module: Any, resize: Resize) -> dict[str, Any]:
-    """PyTorch's inference fast path knows nothing of fewer heads."""
-    return {"activation_relu_or_gelu": 0}
-
-
-@resizes(nn.TransformerEncoder)
-def _encoder(module: Any, resize: Resize) -> dict[str, Any]:
-    return {"use_nested_tensor": False}
-
-
-_HELD |= dict.fromkeys((_encoder_layer, _encoder), frozenset())
 
 
 # names of sizes in torchvision, timm and transformers; a false match is found by the dry run, or by the comparison

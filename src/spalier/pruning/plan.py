@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor, nn
 
-from spalier.adapters.attachment import Owner, fused_value
+from spalier.adapters.attachment import Owner
 from spalier.adapters.geometry import tensors_of
 from spalier.errors import PlanError
 from spalier.structure.labels import Ints, Mask
@@ -110,11 +110,8 @@ class Plan(InNotebooks):
         chosen = {name: _units(name, units, _size(structure, name, writers)) for name, units in keep.items()}
         components = {name: _units(name, kept, None) for name, kept in (ranks or {}).items()}
         # frozen, and its own constructor takes units of any kind of iterable
-        object.__setattr__(self, "structure", structure)
-        object.__setattr__(self, "keep", chosen)
-        object.__setattr__(self, "writers", writers)
-        object.__setattr__(self, "ranks", components)
-        object.__setattr__(self, "prediction", prediction)
+        given = {"structure": structure, "writers": writers, "prediction": prediction}
+        self.__dict__.update(given, keep=chosen, ranks=components)
 
     @property
     def nearly_gone(self) -> dict[str, tuple[int, int]]:
@@ -134,10 +131,8 @@ class Plan(InNotebooks):
 
     def __repr__(self) -> str:
         sizes = {name: _size(self.structure, name, self.writers) for name in self.keep}
-        kept, names = (
-            sum(map(len, self.keep.values())),
-            "streams" if self.writers == "coupled" else "streams or writers",
-        )
+        kept = sum(map(len, self.keep.values()))
+        names = "streams" if self.writers == "coupled" else "streams or writers"
         parts = [f"{kept:,} of {sum(sizes.values()):,} units in {len(sizes):,} {names}"]
         parts += [f"ranks of {len(self.ranks):,} adapters"] if self.ranks else []
         if self.prediction is not None:
@@ -351,10 +346,6 @@ class Reduction:
     def cuts(self) -> dict[str, Indices]:
         """For each tensor that loses something, the indices that stay, counted in the tensor as it is now."""
         return cuts_of(self.structure, self.before, self.left)
-
-    def value(self, name: str) -> Tensor:
-        """A tensor as the network computes with it: its adapter is fused."""
-        return fused_value(self.owners, name)
 
 
 def cuts_of(structure: Structure, before: Kept, left: Kept) -> dict[str, Indices]:

@@ -103,7 +103,7 @@ def _prune_(net: nn.Module, plan: Plan, optimizer: Any, check: bool, recover: An
             verify(reduction, wanted, changes)
         if calibration is not None and teacher is not None:
             wishes = wishes_of(reduction, calibration[0])
-            recovered = recover_(net, teacher, attachment, *calibration, changes, wishes)
+            recovered = recover_(net, teacher, *calibration, changes, wishes)
     except BaseException as error:  # an interrupt too
         changes.undo_()
         if isinstance(error, PruneError) and error.place is not None:
@@ -144,15 +144,11 @@ def _to_blame(plan: Plan, reduction: Reduction, attachment: Attachment | None, p
     Where none is, the nearest ones: they fail together.
     """
     structure, before = plan.structure, reduction.before
-    waiting = list(plan.keep)
+    waiting = {name: structure.streams[_stream(structure, name, plan.writers)] for name in plan.keep}
     nearest: list[str] = []
     for path in _upwards(place):
         inside = f"{path}." if path else ""
-        near = []
-        for name in waiting:
-            stream = structure.streams[_stream(structure, name, plan.writers)]
-            if any(member.tensor.startswith(inside) for member in stream.members):
-                near.append(name)
+        near = [n for n, stream in waiting.items() if any(m.tensor.startswith(inside) for m in stream.members)]
         guilty = []
         for name in near:
             left = kept_after(Plan(structure, {name: plan.keep[name]}, writers=plan.writers), before)
@@ -169,8 +165,8 @@ def _to_blame(plan: Plan, reduction: Reduction, attachment: Attachment | None, p
         if guilty:
             return guilty
         nearest = nearest or near
-        waiting = [name for name in waiting if name not in near]
-    return nearest or waiting
+        waiting = {name: stream for name, stream in waiting.items() if name not in near}
+    return nearest or list(waiting)
 
 
 def _upwards(path: str) -> list[str]:
@@ -295,11 +291,11 @@ class Cutter:
             if update is not None and update not in self._cut_updates:  # tied weights share theirs
                 self._cut_updates.add(update)
                 self._cut_update_(update, tensor.shape, indices)
-        small = self._cut(tensor.detach(), indices)
         # a copy that learns, or any parameter of a network without adapters, stays the same object
         if isinstance(tensor, nn.Parameter) and (self._attachment is None or id(tensor) in self._copies):
-            self._shrink_(tensor, small, indices)
+            self._shrink_(tensor, indices)
             return
+        small = cut(tensor.detach(), indices)
         new: Tensor = nn.Parameter(small, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else small
         self.sliced[tensor] = (new, indices)
         for owner in owners:
@@ -308,29 +304,26 @@ class Cutter:
     def cut_ranks_(self, components: Mapping[LowRank, Ints]) -> None:
         """Cut the bottlenecks of these updates down to the components that stay."""
         for update, kept in components.items():
-            for factor, indices in update.rank_cuts(kept):
-                self._shrink_(factor, self._cut(factor.detach(), indices), indices)
+            for factor in (update.down, update.up):
+                self._shrink_(factor, (kept,))
             for key, scale in update.rank_narrowed(kept).items():
                 self.changes.set_(update, "_buffers", key, scale)
 
-    def _cut(self, tensor: Tensor, indices: Indices) -> Tensor:
-        return cut(tensor, indices)
-
-    def _shrink_(self, parameter: nn.Parameter, small: Tensor, indices: Indices) -> None:
-        """Give a parameter other values, and its gradient with it."""
+    def _shrink_(self, parameter: nn.Parameter, indices: Indices) -> None:
+        """Give a parameter what is left of its values, and its gradient with it."""
         before = self.sliced[parameter][1] if parameter in self.sliced else ()
         # a factor may be cut twice, along different axes: its components, and its channels
         merged = tuple(b if a is None else a if b is None else a[b] for a, b in zip_longest(before, indices))
         self.sliced[parameter] = (parameter, merged)
         grad = parameter.grad
-        self.changes.set_values_(parameter, small)
+        self.changes.set_values_(parameter, cut(parameter.detach(), indices))
         if grad is not None:
             parameter.grad = cut(grad, indices)
 
     def _cut_update_(self, update: Update, shape: Sequence[int], indices: Indices) -> None:
         geometry, outputs, inputs = cut_geometry(update, shape, indices)
         for parameter, kept in update.cuts(outputs, inputs):
-            self._shrink_(parameter, self._cut(parameter.detach(), kept), kept)
+            self._shrink_(parameter, kept)
         for key, value in update.narrowed(geometry, outputs, inputs).items():
             self.changes.set_(update, "_buffers" if isinstance(value, Tensor) else "", key, value)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from spalier.adapters.attachment import Attachment, Changes
+from spalier.adapters.attachment import Changes, attachment_of, is_marked
 from spalier.adapters.kinds import Coded, LowRank, Pointwise, Update
 from spalier.distributed import broadcast_
 from spalier.errors import RecoveryError
@@ -163,13 +163,7 @@ def _joined(each: Sequence[Any], sizes: list[int]) -> Any:
 
 @torch.no_grad()
 def recover_(
-    net: nn.Module,
-    teacher: nn.Module,
-    attachment: Attachment | None,
-    recovery: Recovery,
-    inputs: Any,
-    changes: Changes,
-    wishes: Wishes,
+    net: nn.Module, teacher: nn.Module, recovery: Recovery, inputs: Any, changes: Changes, wishes: Wishes
 ) -> Recovered:
     """Let a network return what ``teacher`` does, layer by layer: what it was before it was cut, or written anew."""
     device = next((p.device for p in net.parameters()), torch.device("cpu"))
@@ -179,8 +173,8 @@ def recover_(
         stack.enter_context(in_eval_mode(net))
         stack.enter_context(in_eval_mode(teacher))
         norms = _recalibrating(net, changes) if recovery.norms else []
-        solver = _Solver(net, attachment, recovery, wishes, changes)
-        if (recovery.adapters or recovery.head) and attachment is not None:
+        solver = _Solver(net, recovery, wishes, changes)
+        if (recovery.adapters or recovery.head) and is_marked(net):
             solver.choose(args, kwargs)
             stack.enter_context(solver.in_step_with(teacher, args, kwargs))
         stack.enter_context(_taking_statistics(norms))
@@ -251,7 +245,6 @@ class _Solver:
     """The layers to set, and what has come of it."""
 
     net: nn.Module
-    attachment: Attachment | None
     recovery: Recovery
     wishes: Wishes
     changes: Changes
@@ -287,9 +280,9 @@ class _Solver:
                     self.chosen[name] = target
 
     def _learning(self) -> dict[str, _Target]:
-        assert self.attachment is not None
-        found = {entry.name: _Target(entry.layer, entry.update) for entry in self.attachment.updated}
-        copies = {id(entry.copy) for entry in self.attachment.replaced}
+        attachment = attachment_of(self.net)
+        found = {entry.name: _Target(entry.layer, entry.update) for entry in attachment.updated}
+        copies = {id(entry.copy) for entry in attachment.replaced}
         for name, module in self.net.named_modules():
             weight = module._parameters.get("weight")
             if weight is not None and weight.dim() > 1 and weight.requires_grad and id(weight) in copies:

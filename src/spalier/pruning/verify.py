@@ -26,22 +26,12 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from spalier.adapters.attach import detach_
-from spalier.adapters.attachment import Changes, is_marked
+from spalier.adapters.attachment import Changes, fused_value, is_marked
 from spalier.adapters.geometry import Added
 from spalier.errors import PruneError
 from spalier.pruning.plan import PRUNED_MARK, Reduction
-from spalier.structure.graph import (
-    Statistic,
-    Value,
-    arguments,
-    copied,
-    hooked,
-    in_eval_mode,
-    module_of,
-    operation,
-    preserved,
-)
-from spalier.structure.labels import Mask
+from spalier.structure.graph import Value, arguments, copied, hooked, in_eval_mode, module_of, operation, preserved
+from spalier.structure.labels import Ints, Mask
 from spalier.structure.recording import follow_calls
 from spalier.structure.streams import kept_indices
 from spalier.structure.structure import Captured, Structure, capture_again_
@@ -256,7 +246,7 @@ class _MaskedRun:
         if inner is not None:
             return self._call_inner(node, inner, args)
         if node in self.statistics:
-            return _statistic(node, args, self._presence(self.statistics[node], args[0]))
+            return _statistic(node, args, self._presence(self.statistics[node].fields, args[0]))
         function: Any = node.target
         return function(*args, **kwargs)
 
@@ -278,7 +268,7 @@ class _MaskedRun:
         """A tensor of the base's shape with zeros for what is gone."""
         structure = self.reduction.structure
         first = structure.names[name]
-        value = self.reduction.value(first)
+        value = fused_value(self.reduction.owners, first)
         was, left = (kept.of(structure, first) for kept in (self.reduction.before, self.reduction.left))
         if all(mask.all() for mask in left):  # most tensors of a first prune, uncopied
             return value
@@ -300,10 +290,10 @@ class _MaskedRun:
                 value = wide.index_copy_(axis, _places(mask, value), value)
         return value
 
-    def _presence(self, statistic: Statistic, value: Tensor) -> Tensor:
+    def _presence(self, over: Mapping[int, Sequence[Ints]], value: Tensor) -> Tensor:
         """One where an entry is left, broadcast against the tensor that statistics are taken of."""
         left = torch.ones([1] * value.dim(), dtype=value.dtype, device=value.device)
-        for axis, fields in statistic.fields.items():
+        for axis, fields in over.items():
             units = self.captured.assembly.units_on(fields)
             mask = torch.from_numpy(kept_indices(units, value.shape[axis], self.reduction.left.streams))
             left = left * mask.to(left).view([-1 if a == axis else 1 for a in range(value.dim())])

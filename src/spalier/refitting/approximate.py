@@ -69,8 +69,7 @@ class Delta:
 
     def error(self, made: Tensor | None = None) -> float:
         """What is missing of the layer's output with another delta, in the metric; None for no delta at all."""
-        missing = self.values if made is None else self.values - made
-        return self._power(missing)
+        return self._power(self.values if made is None else self.values - made)
 
     @cached_property
     def size(self) -> float:
@@ -115,9 +114,7 @@ def _set_(update: nn.Module, **values: Tensor) -> None:
 
 
 def _check_rank(delta: Delta, update: LowRank) -> None:
-    geometry = delta.geometry
-    taps = math.prod(update.down.shape[2:])
-    usable = min(geometry.inputs // geometry.groups * taps, geometry.outputs // geometry.groups)
+    usable = delta.geometry.largest_rank(math.prod(update.down.shape[2:]))
     if update.rank > usable:
         raise RankError(
             f"rank {update.rank} is more than {delta.path or delta.name} can use now, which is {usable}; ask for that "
@@ -172,7 +169,7 @@ def _centre(grouped: Tensor, geometry: Geometry) -> Tensor:
 def set_codes_(update: Coded, values: Tensor, gram: Tensor | None, step: Tensor | None = None) -> None:
     """Let codes come as near as they can to a delta; with a step to round by, or the best."""
     matrix = values.flatten(1).float()
-    metric = _usable(gram, matrix)
+    metric = gram if gram is not None and len(gram) == matrix.shape[1] else None  # else it is not for these rows
     if step is None:
         step, scale = best_scales(matrix, update.levels, metric, by_row=update.by_row)
     else:
@@ -182,11 +179,6 @@ def set_codes_(update: Coded, values: Tensor, gram: Tensor | None, step: Tensor 
         step = step.clone()
         step[update.geometry.padding_idx] = 0
     update.load_state_dict(update.holding(values, step, scale))
-
-
-def _usable(gram: Tensor | None, matrix: Tensor) -> Tensor | None:
-    """A metric for the rows of a matrix, where it is one for them."""
-    return gram if gram is not None and len(gram) == matrix.shape[1] else None
 
 
 def round_factors_(update: LowRank, levels: int) -> None:

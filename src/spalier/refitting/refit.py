@@ -24,7 +24,7 @@ from spalier.adapters.geometry import first_names, geometries, is_finite, tensor
 from spalier.adapters.kinds import Adapter, ByLayer, Coded, FineTune, LowRank, Update
 from spalier.errors import AttachmentError, ConfigError, NonFiniteError, SpalierError
 from spalier.pruning.prune import cut, optimizers_of
-from spalier.pruning.recovery import Recovery, Wishes, calibration_of, centred_layers, recover_
+from spalier.pruning.recovery import Recovered, Recovery, Wishes, calibration_of, centred_layers, recover_
 from spalier.refitting.approximate import Delta, added, approximation
 from spalier.refitting.measure import check_runs, metrics_of
 from spalier.refitting.spend import NOTHING, Code, options_of, within, written
@@ -243,11 +243,11 @@ class _Work:
             attachment.adapter = adapter
             if self.structure is not None:
                 attachment.task = None
-            recovered = None
+            recovered = Recovered(0, 0, {}, {})
             # the very numbers that codes were rounded from, so that they can learn on from there
             _fill_(attachment, {name: update.state_dict() for name, update in made.items() if _is_coded(update)})
             if plain is not None and calibration is not None:
-                recovered = self._recovered(attachment, plain, calibration)
+                recovered = self._recovered(plain, calibration)
             return self._result(made, recovered)
         except BaseException:
             if "_spalier" in net.__dict__:
@@ -256,34 +256,26 @@ class _Work:
             _fill_(attachment_of(net), self.unrounded)
             raise
 
-    def _recovered(self, attachment: Attachment, plain: nn.Module, calibration: Any) -> Any:
+    def _recovered(self, plain: nn.Module, calibration: Any) -> Recovered:
         recovery, inputs = calibration
         is_set = self.is_spent or isinstance(self.adapter, FineTune)  # only norms follow
         recovery = dataclasses.replace(recovery, adapters=not is_set)
         deltas = {delta.path: delta.values for delta in self.deltas.values() if delta.is_layers_own}
         wishes = Wishes(centred=centred_layers(self.structure), deltas=deltas)
-        return recover_(self.net, plain, attachment, recovery, inputs, Changes(), wishes)
+        return recover_(self.net, plain, recovery, inputs, Changes(), wishes)
 
-    def _result(self, made: Made, recovered: Any) -> Refitted:
-        task = Task.of(self.net, "refit")
-        measured = {} if recovered is None else recovered.layers
+    def _result(self, made: Made, recovered: Recovered) -> Refitted:
+        before, after = len(self.task.to_bytes()), len(Task.of(self.net, "refit").to_bytes(storage=self.storage))
         rows = []
         for name, delta in self.deltas.items():
             update = made[name]
             missing = delta.error(None if update is None else added(update, delta)) / max(delta.size, 1e-30)
             if isinstance(self.adapter, FineTune):
                 missing = 0.0
-            elif delta.path in measured and update is not None:
-                missing = measured[delta.path][1]
+            elif delta.path in recovered.layers and update is not None:
+                missing = recovered.layers[delta.path][1]
             rows.append(RefitRow(name, self.codes[name], missing, 4 * delta.fused.numel(), self._bytes(update, delta)))
-        return Refitted(
-            tuple(rows),
-            before=len(self.task.to_bytes()),
-            after=len(task.to_bytes(storage=self.storage)),
-            storage=self.storage,
-            norms=0 if recovered is None else recovered.norms,
-            skipped={} if recovered is None else recovered.skipped,
-        )
+        return Refitted(tuple(rows), before, after, self.storage, recovered.norms, recovered.skipped)
 
     def _bytes(self, update: Update | None, delta: Delta) -> int:
         if update is None:

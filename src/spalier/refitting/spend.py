@@ -125,8 +125,7 @@ def _low_ranks(delta: Delta) -> Iterator[Option]:
     error = _low_rank_error(delta)
     for whole in {False, kernel > 1}:
         taps = kernel if whole else 1
-        usable = min(geometry.inputs // geometry.groups * taps, geometry.outputs // geometry.groups)
-        cost = geometry.inputs * taps + geometry.outputs
+        usable, cost = geometry.largest_rank(taps), geometry.inputs * taps + geometry.outputs
         # past two bits for each number of the weight, few bits for each entry are always better
         ranks = [rank for rank in _RANKS if rank <= usable and 2 * rank * cost <= geometry.numel]
         factors = low_rank_of(delta, ranks[-1], whole=whole) if ranks else None
@@ -167,7 +166,7 @@ def written(delta: Delta, code: Code, factors: tuple[Tensor, Tensor] | None = No
         set_codes_(coded, delta.values, delta.metric.gram, step)
         return coded
     down, up = factors or low_rank_of(delta, code.rank, whole=code.whole)
-    update = LowRank(delta.geometry, code.rank, delta.base, whole_kernel=code.whole, init_range=0.0)
+    update = LowRank(delta.geometry, code.rank, delta.base, whole=code.whole, init_range=0.0)
     update.down.copy_(down[: code.rank].reshape(update.down.shape))
     update.up.copy_(up[: code.rank])
     round_factors_(update, code.levels)
@@ -216,7 +215,12 @@ def _slope(a: Option, b: Option) -> float:
     return (a.error - b.error) / max(b.bytes - a.bytes, 1e-9)
 
 
-def spent(options: Mapping[str, list[Option]], budget: float) -> dict[str, Option]:
+Options = Mapping[str, list[Option]]
+FileSize = Callable[[Mapping[str, Code]], int]
+"""The bytes of a file with these codes."""
+
+
+def spent(options: Options, budget: float) -> dict[str, Option]:
     """For each weight the option that a budget of bytes is best spent on."""
     # on convex hulls, the cheapest sums at a price are reached by the steps that save more than the price
     hulls = {name: _hull(each) for name, each in options.items()}
@@ -236,9 +240,7 @@ def spent(options: Mapping[str, list[Option]], budget: float) -> dict[str, Optio
     return {name: hulls[name][number] for name, number in chosen.items()}
 
 
-def within(
-    options: Mapping[str, list[Option]], budget: int, file_size: Callable[[Mapping[str, Code]], int]
-) -> dict[str, Code]:
+def within(options: Options, budget: int, file_size: FileSize) -> dict[str, Code]:
     """Codes whose file has at most ``budget`` bytes, and at least 99% of that where there is more to say.
 
     The sizes of options are estimates; the file itself is written, and what it is off by corrects the next try.
@@ -265,13 +267,7 @@ def within(
     return _filled(options, *best, budget, file_size)
 
 
-def _filled(
-    options: Mapping[str, list[Option]],
-    size: int,
-    codes: dict[str, Code],
-    budget: int,
-    file_size: Callable[[Mapping[str, Code]], int],
-) -> dict[str, Code]:
+def _filled(options: Options, size: int, codes: dict[str, Code], budget: int, file_size: FileSize) -> dict[str, Code]:
     """What room is left goes to one weight, or to one from another, the most that fits first."""
     tried: set[frozenset[tuple[str, Code]]] = set()
     for _ in range(_TRIES):

@@ -75,12 +75,6 @@ def setting_name(setting: str, value: Any) -> str:
     return f"{setting} {'none' if value is None else json.dumps(value, default=str)}"
 
 
-def method_order(task: TaskResult) -> int:
-    """Adapters before the baseline, fine-pruning."""
-    methods = [*ADAPTERS, task.settings.get("method")]
-    return methods.index(task.settings.get("method"))
-
-
 def method_name(task: TaskResult) -> str:
     """The narrow form that was written, or the method with its rank: SPLoRA-8."""
     if task.settings.get("code"):
@@ -100,8 +94,9 @@ def points(data: ReportData) -> list[Point]:
     varied = list(data.varied)
 
     def order(task: TaskResult) -> tuple[float, ...]:
-        values = (task.settings.get(name) for name in varied)
-        return method_order(task), *(float(v) if isinstance(v, int | float) else 0.0 for v in values)
+        method, values = task.settings.get("method"), (task.settings.get(name) for name in varied)
+        place = [*ADAPTERS, method].index(method)  # adapters before the baseline, fine-pruning
+        return place, *(float(v) if isinstance(v, int | float) else 0.0 for v in values)
 
     subject = [name for name in TASK_SETTINGS if name in varied]
     outside = list(subject) if len(subject) < len(varied) else []

@@ -223,7 +223,6 @@ class Box:
     y1: float
     css: str
     tip: str = ""
-    task: str = ""
     opacity: float = 1.0
     text: str = ""
     """Shown in the middle, where it fits."""
@@ -498,13 +497,13 @@ class Frame:
         x0, x1 = sorted((self.x(box.x0), self.x(box.x1)))
         y0, y1 = sorted((self.y(box.y0), self.y(box.y1)))
         place = f'x="{x0:.2f}" y="{y0:.2f}" width="{x1 - x0:.2f}" height="{y1 - y0:.2f}"'
-        more = _attributes(box.tip, box.task)
+        more = _attributes(box.tip)
         if box.png:
             data = base64.b64encode(box.png).decode("ascii")
             image = f'<image {place} preserveAspectRatio="none" href="data:image/png;base64,{data}"/>'
             return f'<g class="tipped"{more}>{image}<rect class="tile {box.css}" {place}/></g>'
         opacity = "" if box.opacity >= 1 else f' fill-opacity="{box.opacity:.3f}"'
-        css = f"box {box.css}{' tipped' if box.tip else ''}{' point' if box.task else ''}"
+        css = f"box {box.css}{' tipped' if box.tip else ''}"
         drawn = f'<rect class="{css}" {place}{opacity}{more}/>'
         if box.text and text_width(box.text, 10) <= x1 - x0:
             on_dark = "cell on" if box.opacity > 0.55 else "cell"

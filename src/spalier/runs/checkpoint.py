@@ -62,9 +62,7 @@ class RunFolder:
                 )
             return
         if self.path.exists() and (not self.path.is_dir() or _is_foreign(self.path)):
-            raise RunError(
-                "folder", f"{str(self.path)!a} holds no run, and is not empty; expected a new or empty folder"
-            )
+            raise other_contents(self.path, "run")
         with write_errors(self.path):
             self.tasks.mkdir(parents=True, exist_ok=True)
             (self.path / "blocks").mkdir(exist_ok=True)
@@ -119,6 +117,11 @@ class RunFolder:
         if found > size and self.is_writable:
             with write_errors(self.path), self.metrics.open("r+b") as file:
                 file.truncate(size)
+
+
+def other_contents(folder: Path, wanted: str) -> RunError:
+    """The error where a run or a sweep is to begin among files of others."""
+    return RunError("folder", f"{str(folder)!a} holds no {wanted}, and is not empty; expected a new or empty folder")
 
 
 def _is_foreign(folder: Path) -> bool:

@@ -147,9 +147,13 @@ class Engine:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Become what a checkpoint says."""
+        base = "the base has other weights"
+        if self.config.pretrained:
+            named = f"the pretrained weights of {self.config.network}"
+            base = f"{named} are others now (another version of its library or of them)"
         same = {
             "the teacher is another": checkpoint.teacher == self._teacher_digest(),
-            learning.other_weights(self.config): checkpoint.base == self.base_digest,
+            base: checkpoint.base == self.base_digest,
             "the data are others": checkpoint.data == self.data.digest,
         }
         for what, is_same in same.items():
@@ -412,15 +416,10 @@ class Engine:
         config = self.config
         origin = {"data": self.data.name, "run": config.name, "method": config.method, "seed": config.seed}
         origin |= {"code": self._form.name} if self._form else {}
+        said: dict[str, Any] = {"classes": self.data.classes, "preprocessing": self.data.preprocessing}
         try:
-            return Task.of(
-                self.net,
-                self._task_name(self.position.block),
-                metrics=metrics,
-                classes=self.data.classes,
-                preprocessing=self.data.preprocessing,
-                provenance=origin,
-            )
+            name = self._task_name(self.position.block)
+            return Task.of(self.net, name, metrics=metrics, provenance=origin, **said)
         except (NonFiniteError, TaskFileError) as error:
             if error.code != "non-finite":
                 raise
@@ -503,6 +502,7 @@ class Engine:
     def save(self) -> None:
         """Write a checkpoint. Other processes have nothing that the first one does not have."""
         if self.machine.is_first:
+            plan = self.plan
             tensors = {
                 "optimizer": learning.optimizer_state(self.optimizer, self.net),
                 "average": {} if self.average is None else self.average.values,
@@ -519,7 +519,7 @@ class Engine:
                 metrics=self.folder.flush_metrics(),
                 loss=self.loss_sum,
                 best=self.best,
-                plan=None if self.plan is None else learning.plan_to_dict(self.plan),
+                plan=None if plan is None else {"keep": plan.keep, "writers": plan.writers, "ranks": plan.ranks},
                 rows=self.rows,
                 seconds=self._seconds(),
                 scaler=self.machine.scaler.state_dict() or None,

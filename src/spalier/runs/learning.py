@@ -96,13 +96,6 @@ SHARED = 8
 """The last batch of an epoch is a multiple of this."""
 
 
-def other_weights(config: Settings) -> str:
-    """What is wrong where the base is not the one that a run was begun with."""
-    if config.pretrained:
-        return f"the pretrained weights of {config.network} are others now (another version of its library or of them)"
-    return "the base has other weights"
-
-
 # learning rates
 
 
@@ -380,15 +373,6 @@ def _share(pair: tuple[int, int] | None) -> float | None:
     return None if pair is None else pair[0] / pair[1]
 
 
-def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON can hold it; ``Plan(structure, **found)`` makes it again."""
-    return {
-        "keep": {name: list(units) for name, units in plan.keep.items()},
-        "writers": plan.writers,
-        "ranks": {name: list(units) for name, units in plan.ranks.items()},
-    }
-
-
 def share_left(task: Task, budget: str) -> float:
     """How much of the base a task has left, in terms of a budget; 1 where the task does not say."""
     share = _share(getattr(task.info.density, budget, None))
@@ -490,9 +474,8 @@ def examples(
     chosen = [*_surest(sure, labels, ~is_right), *_surest(sure, labels, is_right)]
     items = [{"label": int(labels[i]), "guess": int(guess[i]), "confidence": round(float(sure[i]), 4)} for i in chosen]
     if texts is not None:
-        return {
-            "items": [item | {"text": texts[indices[i]][:_SHOWN]} for item, i in zip(items, chosen, strict=True)]
-        }, None
+        said = [item | {"text": texts[indices[i]][:_SHOWN]} for item, i in zip(items, chosen, strict=True)]
+        return {"items": said}, None
     images = split.fetch(indices[np.array(chosen, np.int64)], None)[0]
     assert isinstance(images, Tensor)
     tiles, side = _tiles(images)

@@ -124,12 +124,9 @@ def hold_budget_(net: nn.Module, form: Form, wide: Task, storage: Storage, sampl
     With samples, which is for the end, it is written once more where that is not enough.
     """
     budget = _left_for_codes(form, wide, storage)
-    if (
-        budget is not None
-        and attachment_of(net).updated
-        and not held_(net, budget, storage)
-        and (left := list(samples))
-    ):
+    if budget is None or not attachment_of(net).updated or held_(net, budget, storage):
+        return
+    if left := list(samples):
         refit_(net, bytes=budget, batches=left, storage=storage)
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from spalier.errors import ConfigError, RunError
-from spalier.runs.checkpoint import RunFolder
+from spalier.runs.checkpoint import RunFolder, other_contents
 from spalier.runs.run import COLUMNS, TITLES, Results, Row, TransferPruning, cell, rows_to_csv
 from spalier.runs.settings import RESUMABLE, check_known, checked, differences
 from spalier.runs.settings_files import read_settings, write_yaml
@@ -153,9 +153,7 @@ class Sweep:
                     "sweep.yaml), or use another folder",
                 )
         elif any(not entry.name.startswith((".lock", ".spalier-")) for entry in folder.iterdir()):
-            raise RunError(
-                "folder", f"{str(folder)!a} holds no sweep, and is not empty; expected a new or empty folder"
-            )
+            raise other_contents(folder, "sweep")
         else:
             RunFolder(folder).write(file, self.to_yaml().encode())
 

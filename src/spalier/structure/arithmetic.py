@@ -19,19 +19,7 @@ import numpy as np
 from torch import Tensor
 from torch.fx import Node
 
-from spalier.structure.graph import (
-    Kind,
-    Result,
-    Value,
-    Walk,
-    argument,
-    named,
-    operation,
-    rule,
-    shape_of,
-    sources,
-    unknown,
-)
+from spalier.structure.graph import Result, Value, Walk, argument, named, operation, rule, shape_of, sources, unknown
 from spalier.structure.labels import Ints
 
 TAPS = "a tap of a kernel"
@@ -113,8 +101,8 @@ def _note_roles(walk: Walk, operands: Sequence[Operand], letter: str, *, is_kept
     for value, axes in operands:
         if value.is_static and letter in axes:
             shared = any(letter in other for v, other in operands if v is not value)
-            role: Kind = "writer" if is_kept and not shared else "reader" if shared and not is_kept else "rider"
-            walk.note_role(value, value.on(axes.index(letter)), role)
+            fields = value.on(axes.index(letter))
+            walk.note_role(value, fields, "rider" if shared == is_kept else "writer" if is_kept else "reader")
 
 
 def _note_cost(walk: Walk, operands: Sequence[Operand], met: dict[str, list[Ints]]) -> None:
@@ -400,13 +388,12 @@ def along(walk: Walk, node: Node) -> Result:
     """Each entry depends on all others of the axis, so these must stay."""
     value, axis = walk.value(node.args[0]), int(named(node, "dim"))
     walk.freeze_all(value, (axis,))
-    # of the largest ones there are fewer
-    return _each(
-        node,
-        lambda made: Value(
-            tuple(made.shape), {a: f for a, f in value.fields.items() if made.shape[a] == value.shape[a]}, value.sources
-        ),
-    )
+
+    def kept(made: Tensor) -> Value:  # of the largest ones there are fewer
+        fields = {a: f for a, f in value.fields.items() if made.shape[a] == value.shape[a]}
+        return Value(tuple(made.shape), fields, value.sources)
+
+    return _each(node, kept)
 
 
 @rule("glu")

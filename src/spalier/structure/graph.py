@@ -330,18 +330,16 @@ class Walk:
         return outputs
 
     def _visit(self, node: Node) -> Result:
+        is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        found = RULES.get(operation(node)) or (RULES["pointwise"] if is_pointwise else unknown)
         try:
-            return self._rule_of(node)(self, node)
+            return found(self, node)
         except (RuntimeError, TypeError, ValueError):
             # rules reckon with sizes; those that only a run can tell are none
             if not any(-1 in value.shape for value in (*self.operands(node), _plain(node, None))):
                 raise
             self.reason += ": a size depends on values"
             return unknown(self, node)
-
-    def _rule_of(self, node: Node) -> Rule:
-        is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-        return RULES.get(operation(node)) or (RULES["pointwise"] if is_pointwise else unknown)
 
     def inside(self, node: Node, body: Node, arguments: Sequence[Any]) -> Result:
         """A graph that is called as a whole."""

@@ -13,9 +13,9 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -38,7 +38,6 @@ from spalier.structure.streams import (
     Cost,
     Extent,
     Frozen,
-    Member,
     Scale,
     Stream,
     View,
@@ -374,53 +373,30 @@ def from_dict(data: Mapping[str, Any]) -> Structure:
     if data.get("format") != FORMAT:
         raise TraceError(f"the structure has format {data.get('format')!r}, expected {FORMAT}; trace the network again")
     shapes = {name: tuple(shape) for name, shape in data["shapes"].items()}
+    kinds = get_type_hints(Structure)
     return Structure(
         fingerprint=data["fingerprint"],
         shapes=shapes,
         names={name: data["ties"].get(name, name) for name in shapes},
         parameters=frozenset(data["parameters"]),
         untried=str(data["untried"]),
-        streams=tuple(
-            Stream(name, size, tuple(Member(t, axis, role, _units(u)) for t, axis, role, u in members), least)
-            for name, size, members, least in data["streams"]
-        ),
-        frozen=tuple(Frozen(*entry) for entry in data["frozen"]),
-        writers=tuple(
-            FreeWriter(name, stream, tuple(map(_pair, members)), module, axis)
-            for name, stream, members, module, axis in data["writers"]
-        ),
-        extents=tuple(
-            Extent(module, tuple(sizes), tuple(map(_axis_units, units))) for module, sizes, units in data["extents"]
-        ),
-        views=tuple(
-            View(module, before, after, left_open, axis, size, _axis_units(units))
-            for module, before, after, left_open, axis, size, units in data["views"]
-        ),
-        scales=tuple(Scale(*entry) for entry in data["scales"]),
-        grouped=tuple(data["grouped"]),
-        sites=tuple(
-            Site(writer, stream, module, side, axis, _axis_units(units), norm)
-            for writer, stream, module, side, axis, units, norm in data["sites"]
-        ),
-        costs=tuple(
-            Cost(module, times, tensor, tuple(axes), tuple(sizes), tuple(map(_axis_units, units)))
-            for module, times, tensor, axes, sizes, units in data["costs"]
-        ),
-        folds=tuple(map(_pair, data["folds"])),
+        **{key: _reader(kinds[key])(data[key]) for key in _LISTS},
     )
 
 
-def _pair(entry: Sequence[Any]) -> tuple[Any, Any]:
-    first, second = entry
-    return first, second
-
-
-def _axis_units(entries: Sequence[Any]) -> AxisUnits:
-    return tuple((stream, _units(units)) for stream, units in entries)
-
-
-def _units(code: list[int] | dict[str, list[int]]) -> Ints:
-    return pattern(*code["pattern"]) if isinstance(code, dict) else np.array(code)
+@cache
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """What reads a value of this type from what `_coded` has written of it."""
+    if get_origin(kind) is np.ndarray:
+        return lambda code: pattern(*code["pattern"]) if isinstance(code, dict) else np.array(code)
+    if not is_dataclass(kind) and get_origin(kind) is not tuple:
+        return lambda code: code
+    inside = get_args(kind) or tuple(get_type_hints(kind).values())
+    readers = [_reader(each) for each in inside if each is not Ellipsis]
+    if Ellipsis in inside:
+        return lambda code: tuple(map(readers[0], code))
+    made: Any = kind if is_dataclass(kind) else lambda *parts: parts
+    return lambda code: made(*(read(part) for read, part in zip(readers, code, strict=True)))
 
 
 class Cache:

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spalier.adapters.attachment import SavingRefused
 from spalier.adapters.calls import corrected_with, noting
 from spalier.adapters.codes import packed_size, per_byte, top, unpack
-from spalier.adapters.geometry import Geometry
+from spalier.adapters.geometry import Geometry, fast_path_closed
 from spalier.adapters.kinds import add_, low_rank, pointwise
 from spalier.errors import TaskFileError
 from spalier.networks import name_classes_
@@ -471,10 +471,8 @@ def resized_attributes(task: Task, modules: dict[str, nn.Module]) -> dict[str, d
     # PyTorch's inference fast paths know nothing of attention that has fewer heads
     touched = {modules[path] for path in kept}
     for path, module in modules.items():
-        if isinstance(module, nn.TransformerEncoderLayer) and not touched.isdisjoint(module.modules()):
-            found.setdefault(path, {})["activation_relu_or_gelu"] = 0
-        elif isinstance(module, nn.TransformerEncoder) and not touched.isdisjoint(module.modules()):
-            found.setdefault(path, {})["use_nested_tensor"] = False
+        if (closed := fast_path_closed(module)) and not touched.isdisjoint(module.modules()):
+            found.setdefault(path, {}).update(closed)
     return found
 
 

@@ -25,13 +25,8 @@ MAX_NUMEL = 1 << 28
 """How many numbers any tensor of a dry run may have."""
 MAX_INPUT = 1 << 24
 """How many numbers all inputs may have."""
-_DTYPES = {
-    name: getattr(torch, name)
-    for name in (
-        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
-        *("bool", "uint8", "int8", "int16", "int32", "int64"),
-    )
-}
+_NAMES = "float16 bfloat16 float32 float64 complex64 complex128 bool uint8 int8 int16 int32 int64"
+_DTYPES = {name: getattr(torch, name) for name in _NAMES.split()}
 
 
 # inputs as a file has them
@@ -139,13 +134,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Sequence[i
 
 
 def _convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
+    x: Tensor, weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> Sequence[int] | None:
     if x.dim() != weight.dim() or isinstance(padding, str):
         return None  # without a batch, say: PyTorch knows

@@ -27,7 +27,7 @@ from spalier.structure.structure import Structure
 from spalier.tasks import rows as kinds
 from spalier.tasks.dry_run import described_inputs
 from spalier.tasks.format import DTYPES, Density, Fingerprint, architecture_digest, values_digest
-from spalier.tasks.numbers import assembled
+from spalier.tasks.numbers import assembled, joined
 from spalier.tasks.rows import Ints, Placement, Row, Source
 from spalier.tasks.table import Table, Writer
 from spalier.tasks.task import Task, TaskInfo
@@ -86,20 +86,12 @@ def _numbers(rows: Sequence[Row], owners: Mapping[str, list[Owner]]) -> dict[str
         for name in row.names:
             tensor, update = owners[name][0].tensor, update_of(owners[name])
             if row.source == "values":
-                values.append(tensor.detach().flatten())
+                values.append(tensor.detach().flatten().cpu())
             elif row.source == "integers":
                 integers += [int(n) for n in tensor.flatten().tolist()]
             elif update is not None:
                 adapters += update.stored()
-    return {
-        **assembled(adapters),
-        "values": _flat(values) if values else torch.empty(0, device="cpu"),
-        "integers": tuple(integers),
-    }
-
-
-def _flat(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([part.cpu() for part in parts])  # in the widest dtype that there is
+    return {**assembled(adapters), "values": joined(values), "integers": tuple(integers)}
 
 
 @dataclass
@@ -138,7 +130,9 @@ class _Extractor:
         updates = {id(u): u for owners in self.owners.values() if (u := update_of(owners)) is not None}
         learned = sum(p.numel() for u in updates.values() for p in u.parameters())
         learned += sum(t.numel() for t in tensors if id(t) in self.learned)
-        density, inputs = self._density(tensors), self._inputs()
+        example = None if self.structure is None else self.structure.example
+        inputs = {} if example is None else described_inputs(*arguments(example))
+        density = self._density(tensors)
         info = TaskInfo(name, settings_of(attachment.adapter), base, density, learned, inputs=inputs, **said)
         return Task(info, made, masks, **numbers)
 
@@ -248,11 +242,6 @@ class _Extractor:
             elif resized_by_tensors(module, {}) is None:
                 found[path] = {key: module.__dict__[key] for key in values}
         return found
-
-    def _inputs(self) -> dict[str, Any]:
-        """What the network was traced with, where that is known."""
-        example = None if self.structure is None else self.structure.example
-        return {} if example is None else described_inputs(*arguments(example))
 
     def _density(self, tensors: Sequence[Tensor]) -> Density:
         if self.structure is not None:

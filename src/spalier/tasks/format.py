@@ -14,7 +14,6 @@ import json
 import math
 import re
 import struct
-import unicodedata
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -30,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from spalier.adapters.geometry import Described
 from spalier.errors import TaskFileError
 from spalier.files import read_exactly
+from spalier.text import is_hidden
 
 VERSION = 2
 """Of the format that is written; all earlier ones are read."""
@@ -64,7 +64,6 @@ PACKED = "packed"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
-_JOINERS = "\u200c\u200d"  # between letters of several scripts, and inside of emoji
 _FOREIGN = {
     b"PK\x03\x04": "a zip archive, as torch.save writes",
     **{bytes([0x80, protocol]): "a pickle" for protocol in range(2, 6)},
@@ -107,8 +106,7 @@ def check_text(what: str, text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     for character in text:
-        category = unicodedata.category(character)
-        if category in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp") and character not in _JOINERS:
+        if is_hidden(character):
             raise TaskFileError(
                 "text",
                 f"{what} has the character U+{ord(character):04X}, expected printable text: control characters, "
@@ -164,10 +162,10 @@ def words() -> bytes:
     return Path(__file__).with_name("words.txt").read_bytes()
 
 
-def deflate(text: bytes) -> bytes:
-    """A header or a table in fewer bytes."""
-    deflater = zlib.compressobj(9, zlib.DEFLATED, 15, 9, zlib.Z_DEFAULT_STRATEGY, words())
-    return deflater.compress(text) + deflater.flush()
+def deflate(data: bytes, strategy: int = zlib.Z_DEFAULT_STRATEGY, dictionary: bytes = b"") -> bytes:
+    """The same in fewer bytes."""
+    deflater = zlib.compressobj(9, zlib.DEFLATED, 15, 9, strategy, dictionary)
+    return deflater.compress(data) + deflater.flush()
 
 
 def inflate(code: str, what: str, raw: bytes, length: int, dictionary: bytes = b"") -> bytes:
@@ -340,7 +338,7 @@ def pack_container(description: Mapping[str, Any], tensors: Mapping[str, Tensor]
             "text", f"the description has {len(text):,} bytes, expected at most {MAX_HEADER - 8:,}; shorten it"
         )
     if packed:
-        raw = deflate(text)
+        raw = deflate(text, dictionary=words())
         parts = [struct.pack("<II", len(raw), len(text)), raw, *parts]
         size = sum(map(len, parts))
         only = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}

@@ -16,7 +16,7 @@ from torch import Tensor
 from spalier.adapters.codes import Bytes, codes_of, pack
 from spalier.adapters.kinds import Stored
 from spalier.errors import TaskFileError
-from spalier.tasks.format import inflate, largest, quoted
+from spalier.tasks.format import deflate, inflate, largest, quoted
 from spalier.tasks.rows import Matrix
 
 MAX_RATIO = 16
@@ -38,14 +38,14 @@ def assembled(stored: Iterable[Stored]) -> dict[str, Any]:
             scales.append(scale.cpu())
     packed = [data for _, data in sorted(codes, key=lambda pair: pair[0])]  # which keeps the table's order
     return {
-        "adapters": _joined(numbers),
+        "adapters": joined(numbers),
         "codes": torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *packed])),
-        "scales": _joined(scales),
+        "scales": joined(scales),
     }
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """In the widest dtype that there is."""
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """One behind the other, in the widest dtype that there is."""
     return torch.cat(list(parts)) if parts else torch.empty(0, device="cpu")
 
 
@@ -201,8 +201,7 @@ def deflated(codes: Tensor) -> tuple[Tensor, int]:
     raw = codes.numpy().tobytes()
     tried = [raw]
     for strategy in (zlib.Z_HUFFMAN_ONLY, zlib.Z_DEFAULT_STRATEGY):  # the second finds what repeats, as zeros do
-        deflater = zlib.compressobj(9, zlib.DEFLATED, 15, 9, strategy)
-        made = deflater.compress(raw) + deflater.flush()
+        made = deflate(raw, strategy)
         # inflating takes as long as all the rest of loading, which a few bytes are not worth
         if len(made) < 0.95 * len(raw) - 32 and len(raw) <= MAX_RATIO * len(made):
             tried.append(made)

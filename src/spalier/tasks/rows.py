@@ -174,12 +174,11 @@ class Row:
         self.uncut: Cut | None = None
         """What is left where no mask lies on the row, once it is known."""
 
-
-def recoded(row: Row, levels: int) -> Row:
-    """The row with an adapter whose numbers are codes of so many levels; 0 for numbers."""
-    made = replace(row, source=replace(row.source, levels=levels))  # type: ignore[type-var]
-    made.refs = row.refs
-    return made
+    def recoded(self, levels: int) -> Row:
+        """The row with an adapter whose numbers are codes of so many levels; 0 for numbers."""
+        made = replace(self, source=replace(self.source, levels=levels))  # type: ignore[type-var]
+        made.refs = self.refs
+        return made
 
 
 def _plain_masks(placed: Sequence[Placement]) -> tuple[int, ...] | None:

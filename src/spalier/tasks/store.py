@@ -128,9 +128,7 @@ class Store(InNotebooks):
 
     def _read_bytes(self, name: str) -> bytes:
         """The contents of a task's file, which nobody has looked at yet."""
-        with files.opened(self.path(name)) as (file, size):
-            if size > MAX_BYTES:
-                raise TaskFileError("too-large", f"the file has {size:,} bytes, more than the limit of {MAX_BYTES:,}")
+        with files.opened(self.path(name), MAX_BYTES) as (file, size):
             return bytes(files.read_exactly(file, size))
 
     def _load(self, name: str) -> Task:

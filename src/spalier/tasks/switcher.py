@@ -133,11 +133,7 @@ class Switcher(InNotebooks):
         return active.net(*args, **kwargs)
 
     def _network(self, name: str, *, activate: bool) -> ReadyNetwork:
-        stamp = self._stamp(name)
-        found = self._find_or_build(name, stamp)
-        while found.stamp != stamp:  # the file was replaced while another thread built the one before
-            stamp = self._stamp(name)
-            found = self._find_or_build(name, stamp)
+        found = self._find_or_build(name, self._stamp(name))
         with self._lock:
             if activate:
                 self._active = found

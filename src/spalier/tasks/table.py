@@ -22,20 +22,7 @@ from spalier.adapters.calls import Calls
 from spalier.adapters.codes import LEVELS
 from spalier.errors import TaskFileError
 from spalier.tasks.format import VERSION, check_text, deflate, dump_json, inflate, parse_json, quoted, words
-from spalier.tasks.rows import (
-    Adapted,
-    Cut,
-    Cutter,
-    Delta,
-    LowRank,
-    Mask,
-    Placement,
-    Pointwise,
-    Row,
-    Run,
-    Source,
-    recoded,
-)
+from spalier.tasks.rows import Adapted, Cut, Cutter, Delta, LowRank, Mask, Placement, Pointwise, Row, Run, Source
 from spalier.text import pattern, pattern_of
 
 # bounds on what a hostile file can make a reader do; the table of a ResNet-50 has 15 KB
@@ -101,7 +88,7 @@ class Table:
     def _recoded(self, old: int, new: int) -> Table:
         def made(row: Row) -> Row:
             is_meant = isinstance(row.source, LowRank | Pointwise) and row.source.levels == old
-            return recoded(row, new) if is_meant else row
+            return row.recoded(new) if is_meant else row
 
         return replace(self, rows=tuple(map(made, self.rows)))
 
@@ -165,7 +152,7 @@ class Table:
         ).encode("utf-8")
         if len(text) > MAX_TABLE:
             raise _wrong(f"the layer table has {len(text):,} bytes, expected at most {MAX_TABLE:,}")
-        raw = deflate(text)
+        raw = deflate(text, dictionary=words())
         Table.from_bytes(raw, len(text))  # what could not be read is not written
         return raw, len(text)
 

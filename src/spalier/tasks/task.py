@@ -398,9 +398,7 @@ class Task(InNotebooks):
             limit: how many bytes it may have.
         """
         check_integer("limit", limit)
-        with files.opened(_path(path)) as (file, size):
-            if size > limit:
-                raise TaskFileError("too-large", f"the file has {size:,} bytes, more than the limit of {limit:,}")
+        with files.opened(_path(path), limit) as (file, size):
             contents = format.unpack_container(file, size)
         return _parsed(*contents)
 
