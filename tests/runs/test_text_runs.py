@@ -437,6 +437,7 @@ def test_examples_of_the_report_are_sentences(ran, tmp_path):
     page = sp.report(ran, tmp_path / "report.html").read_text()
     assert 'id="examples-kinds-60"' in page
     assert any(item["text"][:20] in page for item in items)
+    assert " ms for one sample of 16 tokens" in page
 
 
 def test_texts_of_strangers_are_shown_and_never_run(ran, tmp_path):

@@ -275,6 +275,8 @@ def _summary_row(data: ReportData, point: Point) -> list[str]:
 def _facts(task: TaskResult) -> dict[str, str]:
     """All that is known of a task."""
     found = {words: form.format(task.numbers[name]) for name, (words, form) in FACTS.items() if name in task.numbers}
+    if "latency" in found and "tokens" in task.facts:
+        found["latency"] += f" of {task.facts['tokens']} tokens"
     return {"density asked for": density(task.target), **found, **task.facts}
 
 
