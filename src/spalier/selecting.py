@@ -115,11 +115,8 @@ def select(
         groups = [] if scores is None else search.groups(scores, normalise, aggregate, least, share, round_to)
         return search.plan(Order(groups, ranking), budget, rank, example)
 
-    kind, value = budget or ("rank", 0.0)
-    # the share of its units that every layer keeps, where the budget is a share itself
-    floor = value / 2 if kind in ("channels", "weights", "macs") else 0.0
     try:
-        plan = plan_with(_LEAST, floor) if min_keep is None else plan_with(min_keep)
+        plan = plan_with(_LEAST, _floor(budget)) if min_keep is None else plan_with(min_keep)
     except BudgetError:  # a floor that nobody asked for is in nobody's way
         if min_keep is not None:
             raise
@@ -143,6 +140,12 @@ def _budget(shares: Mapping[str, float | None], size: int | None, rank: float | 
     if not given and rank is None:
         raise BudgetError("no budget was given; expected channels=, weights=, macs=, latency=, bytes= or rank=")
     return next(iter(given.items()), None)
+
+
+def _floor(budget: tuple[str, float] | None) -> float:
+    """The share of its units that every layer keeps, where the budget is a share itself."""
+    kind, value = budget or ("rank", 0.0)
+    return value / 2 if kind in ("channels", "weights", "macs") else 0.0
 
 
 def _protected(net: nn.Module, structure: Structure, protect: Any) -> set[str]:
