@@ -16,11 +16,15 @@ from spalier.runs.narrow import default_codes
 
 BY_RECIPES: dict[str, tuple[Any, Any, Any]] = {
     "method": ("splora", "spdelta", "splora"),
+    "rank": (8, 8, 8),
     "epochs": (30, 8, 4),
     "epochs_per_prune": (20, 4, 2),
     "batch_size": (256, 64, 32),
     "optimizer": ("sgd", "adamw", "adamw"),
+    "learn": ("direct", "direct", "direct"),
+    "lr": (0.01, 0.01, 0.01),
     "refit_epochs": (2, 2, 1),
+    "storage": ("exact", "exact", "exact"),
     "scale_lr": (True, False, False),
     "weight_decay": (5e-4, 1e-4, 0.01),
     "weight_decay_norms": (True, False, False),
@@ -34,9 +38,8 @@ BY_RECIPES: dict[str, tuple[Any, Any, Any]] = {
     "writers": ("free", "coupled", "coupled"),
     "recovery": ("none", "norms", "none"),
 }
-_BY_ALL: dict[str, Any] = {"rank": 8, "learn": "direct", "lr": 0.01, "storage": "exact"}
 RECIPES = {
-    recipe: _BY_ALL | {name: values[column] for name, values in BY_RECIPES.items() if values[column] is not None}
+    recipe: {name: values[column] for name, values in BY_RECIPES.items() if values[column] is not None}
     for column, recipe in enumerate(("paper", "fast", "fast on texts"))
 }
 _ON_TEXTS = RECIPES.pop("fast on texts")

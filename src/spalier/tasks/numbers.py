@@ -201,7 +201,7 @@ def deflated(codes: Tensor) -> tuple[Tensor, int]:
     raw = codes.numpy().tobytes()
     tried = [raw]
     for strategy in (zlib.Z_HUFFMAN_ONLY, zlib.Z_DEFAULT_STRATEGY):  # the second finds what repeats, as zeros do
-        made = deflate(raw, strategy)
+        made = deflate(raw, strategy, b"")
         # inflating takes as long as all the rest of loading, which a few bytes are not worth
         if len(made) < 0.95 * len(raw) - 32 and len(raw) <= MAX_RATIO * len(made):
             tried.append(made)

@@ -152,7 +152,7 @@ class Table:
         ).encode("utf-8")
         if len(text) > MAX_TABLE:
             raise _wrong(f"the layer table has {len(text):,} bytes, expected at most {MAX_TABLE:,}")
-        raw = deflate(text, dictionary=words())
+        raw = deflate(text)
         Table.from_bytes(raw, len(text))  # what could not be read is not written
         return raw, len(text)
 
