@@ -2,6 +2,7 @@
 
 import pytest
 
+import spalier
 from spalier import tracing
 from spalier.inputs import each
 
@@ -11,7 +12,7 @@ FOUND = {}
 @pytest.fixture(autouse=True, scope="module")
 def structures_are_remembered():
     """A structure follows from the network's modules and shapes; processes that tests start find their own."""
-    trace = tracing.trace
+    trace = spalier.trace  # the package remembers what it is first asked for: not what stands here meanwhile
 
     def remembered(net, example):
         shapes = [(tuple(p.shape), p.dtype) for p in net.parameters()]
