@@ -47,8 +47,8 @@ os.write(1, b"%d rows\\n" % len(results.rows))  # whole, whatever the other proc
 
 WIDE = {
     "optimizer": "sgd",
-    "lr": 0.05,
-    "epochs": 3,
+    "lr": 0.02,
+    "epochs": 2,
     "densities": (0.5,),
     "learn": "wide",
     "codes": ("spdelta-4bit", "splora-r2", "bytes-1/3"),
