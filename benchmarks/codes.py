@@ -55,7 +55,7 @@ WEIGHTS = Path(os.environ.get("SPALIER_WEIGHTS", ROOT.parent / "shared" / "weigh
 RESULTS = ROOT / "benchmarks" / "results" / "codes"
 WORK = Path(__file__).parent / "work"
 PAGE = ROOT / "docs" / "codes.md"
-SCORED, TEMPERATURE, ROOM = 256, 2.0, 0.96
+SCORED, TEMPERATURE, ROOM = 256, 2.0, 0.04
 
 
 @dataclass(frozen=True)
@@ -447,7 +447,7 @@ def tail(spec: Spec, density: float, method: str, seed: int, teacher: Teacher) -
     if kind == "bytes":
         # a task is called after its data, which may take a few bytes more than what held_ calls it
         budget = budget_of(spec, density, seed, number) - 8
-        refitted = sp.refit_(net, bytes=int(ROOM * budget), batches=batches)
+        refitted = sp.refit_(net, bytes=budget, batches=batches, room=ROOM)
     else:
         refitted = sp.refit_(net, REFITS[method](), batches=batches)
     chosen: dict[str, int] = {}

@@ -2,8 +2,10 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
+from oracles import task_format
 from support import assert_unchanged, snapshot, tiny_cnn
 from torch import nn
 from trained import EXAMPLE, DigitNet, batches
@@ -273,6 +275,70 @@ def test_a_budget_that_is_more_than_enough():
     result = sp.refit_(net, bytes=10_000_000)
     assert result.after < 10_000_000
     torch.testing.assert_close(net(x), out, rtol=0.05, atol=0.05)
+
+
+def normed(density=None, writers="coupled", base=None):
+    """A wide network in float64 whose norms have statistics of their own, and its base."""
+    net, base = wide((base or DigitNet()).double(), density, writers, EXAMPLE.double())
+    with torch.no_grad():
+        for norm in (m for m in net.modules() if isinstance(m, nn.BatchNorm2d)):
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.2, 3)
+            norm.weight.uniform_(0.5, 2)
+            norm.bias.normal_()
+    return net, base
+
+
+@pytest.mark.parametrize(("density", "writers"), [(None, "coupled"), (0.6, "coupled"), (0.6, "free")])
+def test_norms_of_the_base_with_moved_statistics_compute_the_same(density, writers, tmp_path):
+    net, base = normed(density, writers)
+    four, two = (sp.Task.of(net, "norms", base_norms=small) for small in (False, True))
+    norms = {name: m for name, m in net.named_modules() if isinstance(m, nn.BatchNorm2d)}
+    assert four.values.numel() - two.values.numel() == 2 * sum(m.num_features for m in norms.values())
+    x = batches(1)[0][0].double()
+    torch.testing.assert_close(two.build(base)(x), net(x), rtol=1e-10, atol=1e-10)
+    two.save(tmp_path / "two.task.safetensors")
+    read = task_format.network(
+        tmp_path / "two.task.safetensors", {key: value.numpy() for key, value in base.state_dict().items()}
+    )
+    built = two.build(base)
+    for name in norms:
+        for key in ("weight", "bias", "running_mean", "running_var"):
+            np.testing.assert_allclose(built.get_submodule(name).__getattr__(key).detach(), read[f"{name}.{key}"])
+    # applied, it learns on from there; its norms' weights stay the base's
+    on = copy.deepcopy(base)
+    two.apply_(on)
+    on.train()(x)
+    learn_(on)
+    again = sp.Task.of(on.eval(), "again")
+    assert again.values.numel() == two.values.numel()
+    torch.testing.assert_close(again.build(base)(x), on(x), rtol=1e-10, atol=1e-10)
+
+
+def test_norms_that_statistics_cannot_make_up_for_keep_four_numbers():
+    tied = DigitNet()
+    tied.layers[1].bn1.weight = tied.layers[1].bn2.weight
+    net, base = normed(base=tied)
+    with torch.no_grad():
+        net.bn1.weight[3] *= -1
+        net.layers[0].bn1.weight[0] = 0
+        net.layers[0].bn2.weight[1] = 100
+    x = batches(1)[0][0].double()
+    two = sp.Task.of(net, "norms", base_norms=True)
+    torch.testing.assert_close(two.build(base)(x), net(x), rtol=1e-10, atol=1e-10)
+    own = {name for row in two.table.rows if row.source == "values" for name in row.names}
+    assert {"bn1.weight", "layers.0.bn1.bias", "layers.0.bn2.weight", "layers.1.bn1.weight", "layers.1.bn2.bias"} <= own
+    assert not {"layers.0.shortcut.1.weight", "layers.2.bn2.bias"} & own
+
+
+def test_a_budget_holds_statistics_alone_and_says_so():
+    net, _ = normed(0.6)
+    result = sp.refit_(net, bytes=8_000, batches=[batches(1)[0][0].double()])
+    small, large = (sp.Task.of(net, "refit", base_norms=chosen) for chosen in (None, False))
+    assert len(small.to_bytes(storage="int8-all")) == result.after <= 8_000
+    assert large.values.numel() > small.values.numel()
+    sp.refit_(net, sp.FineTune())
+    assert sp.Task.of(net, "refit").values.numel() > large.values.numel()
 
 
 def test_bits_of_codes_count_in_a_budget_of_bytes():

@@ -14,7 +14,7 @@ from spalier.adapters.geometry import Geometry, geometries
 from spalier.adapters.kinds import Coded
 from spalier.refitting.approximate import Delta, Metric, added, low_rank_of, rooted
 from spalier.refitting.measure import metrics_of
-from spalier.refitting.spend import NOTHING, Code, Option, _hull, options_of, size_of, spent, written
+from spalier.refitting.spend import NOTHING, Code, Option, _hull, options_of, size_of, spent, within, written
 from spalier.tasks.numbers import deflated
 
 
@@ -106,6 +106,36 @@ def test_options_begin_with_nothing_and_each_pays_for_its_bytes():
     unlearned = delta_of(outputs=4, inputs=4)
     unlearned.fused = unlearned.base.clone()
     assert [option.code for option in options_of(unlearned)] == [NOTHING]
+
+
+def test_signs_come_first():
+    """Where signs of all fit, none is farther from its delta than they are; where not, none has more bits."""
+    found = {str(seed): options_of(delta_of(seed, outputs=16, inputs=16)) for seed in range(3)}
+    delta = delta_of(0, outputs=16, inputs=16)
+    signs = written(delta, Code("bits", 2, step=1.0))
+    assert found["0"][0].signs == pytest.approx(delta.error(added(signs, delta)), rel=1e-3)
+    assert all(o.bytes >= size_of(signs) for each in found.values() for o in each if o.code.kind == "bits")
+
+    def chosen(budget):
+        def file_size(codes):
+            return sum(round(o.bytes) for n, each in found.items() for o in each if o.code == codes[n])
+
+        codes = within(found, budget, file_size)
+        assert 0.9 * budget < file_size(codes) <= budget
+        return [option for name, each in found.items() for option in each if option.code == codes[name]]
+
+    assert all(option.error <= option.signs for option in chosen(int(3.5 * size_of(signs))))
+    few = chosen(int(2.5 * size_of(signs)))
+    assert {option.code.levels for option in few if option.code.kind == "bits"} == {2}
+    assert any(option.error > option.signs for option in few)
+
+
+def test_few_components_are_for_deltas_that_have_no_more():
+    full, thin = delta_of(outputs=64, inputs=64), delta_of(outputs=64, inputs=64)
+    thin.fused = thin.base + (torch.randn(64, 2) @ torch.randn(2, 64 * 9)).view(64, 64, 3, 3)
+    ranks = [{o.code.rank for o in options_of(each) if o.code.kind == "low-rank"} for each in (full, thin)]
+    assert min(ranks[0], default=8) >= 8
+    assert 2 in ranks[1]
 
 
 def test_a_step_of_zero_rows_is_no_step():

@@ -111,7 +111,7 @@ def test_a_budget_is_held_after_every_epoch_of_learning_on(tmp_path, monkeypatch
         return really(net, budget, storage)
 
     monkeypatch.setattr(narrow, "held_", held_)
-    monkeypatch.setattr(narrow, "_ROOM", 1.0)
+    monkeypatch.setattr(narrow, "_ROOM", 0.0)
     config = quick(**{**WIDE, "densities": (), "refit_epochs": 3, "refit_lr": 3e-3}, codes=("bytes-3000",))
     (row,) = config.run(tmp_path / "run", progress=False).rows
     assert 2_850 <= row["bytes"] <= 3_000

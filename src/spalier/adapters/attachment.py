@@ -210,6 +210,8 @@ class Attachment:
     """The task that was applied, until the network is pruned on."""
     structure: Any = None
     """What `trace` found of the network, where an example was given; later calls take it from here."""
+    base_norms: bool = False
+    """Whether tasks hold the statistics of batch norms alone, as a budget of bytes has it."""
 
     def apply_(self) -> None:
         """Freeze the network, let copies learn, and put each update beside its weight. Only assigns."""

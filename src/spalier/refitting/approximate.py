@@ -81,7 +81,7 @@ class Delta:
         if metric.gram is None:
             rows = self.geometry.grouped(weight).flatten(2).square().sum(2).flatten() * metric.power
         else:
-            matrix = weight.flatten(1)
+            matrix = weight.flatten(1).to(metric.gram)
             rows = ((matrix @ metric.gram) * matrix).sum(1)
         if metric.outputs is not None:
             rows = rows * metric.outputs

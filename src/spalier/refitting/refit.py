@@ -30,8 +30,8 @@ from spalier.refitting.measure import check_runs, metrics_of
 from spalier.refitting.spend import NOTHING, Code, options_of, within, written
 from spalier.tasks.apply import apply_to_
 from spalier.tasks.base import Base
-from spalier.tasks.extract import base_groups, base_tensors, source_of
-from spalier.tasks.rewrite import rewritten
+from spalier.tasks.extract import base_groups, base_tensors, settings_of, source_of
+from spalier.tasks.rewrite import Sources, base_norms, rewritten
 from spalier.tasks.task import Storage, Task
 from spalier.text import check_integer, table
 
@@ -86,12 +86,14 @@ def refit_(
     batches: Iterable[Any] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     storage: Storage = "int8-all",
+    room: float = 0.0,
 ) -> Refitted:
     """Write what ``net`` has learned, by `FineTune` or any adapter, in another adapter's form, in place.
 
     Low rank and few bits are hard to learn and easy to store: learn all kept weights, then refit, then learn on for a
     few epochs with the network before as teacher. The base is untouched; norms, biases and the head stay as they were
-    learned. Everything can go on learning, be pruned on and saved. Make the optimizer anew, or pass it.
+    learned. With ``bytes``, a task of the network holds the statistics of its batch norms alone (`Task.of`). Everything
+    can go on learning, be pruned on and saved. Make the optimizer anew, or pass it.
 
     Args:
         net: a network that `attach_` was called on.
@@ -103,6 +105,8 @@ def refit_(
         optimizer: one or several that train the network: parameters that are gone leave it, and new ones join its first
             group, without a state.
         storage: what the file's bytes are counted for; save it as that: ``task.save(path, storage="int8-all")``.
+        room: the share by which codes are counted larger than they are. They grow when they learn on, signs excepted;
+            0.04 is enough for a few epochs.
 
     >>> from spalier import FineTune, SPDelta, attach_
     >>> net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
@@ -113,7 +117,7 @@ def refit_(
     'SPDelta(bits=1)'
     """
     attachment = attachment_of(net)
-    _check_arguments(adapter, bytes)
+    _check_arguments(adapter, bytes, room)
     optimizers = optimizers_of(net, optimizer)
     calibration = None if batches is None else _on_device(net, calibration_of(Recovery(batches, head=False)))
     with torch.inference_mode(False):
@@ -121,7 +125,7 @@ def refit_(
         plain = None if calibration is None else fuse(net)
         if plain is not None and calibration is not None:
             check_runs(plain, calibration[1])
-        made = work.approximated() if bytes is None else work.budgeted(bytes, plain, calibration)
+        made = work.approximated() if bytes is None else work.budgeted(bytes, room, plain, calibration)
         task = work.rewritten(made)
         try:
             return work.replace_(task, made, plain, calibration)
@@ -134,7 +138,9 @@ def _on_device(net: nn.Module, calibration: tuple[Recovery, Any]) -> tuple[Recov
     return calibration[0], tree_map_only(Tensor, lambda t: t.to(device), calibration[1])
 
 
-def _check_arguments(adapter: object, budget: object) -> None:
+def _check_arguments(adapter: object, budget: object, room: object) -> None:
+    if not isinstance(room, int | float) or not 0 <= room <= 1:
+        raise ConfigError(f"room is {room!r}, expected a share from 0 to 1")
     if (adapter is None) == (budget is None):
         raise ConfigError("refit_ takes an adapter such as SPDelta(bits=1), or bytes=..., and not both")
     if budget is not None:
@@ -157,7 +163,7 @@ class _Work:
         """Whether codes were chosen for a budget of bytes, which no regression may change any more."""
         self.codes: dict[str, str] = {}
         """What is written for each weight, in words."""
-        self.task = Task.of(net, "refit")  # which refuses NaN, and what cannot be saved
+        self.task = Task.of(net, "refit", base_norms=False)  # which refuses NaN, and what cannot be saved
         updated = {_weight_name(entry): entry.update for entry in attachment.updated}
         self.unrounded = {name: copy.deepcopy(u.state_dict()) for name, u in updated.items() if _is_coded(u)}
         """What a task does not hold, in case of an error."""
@@ -198,7 +204,7 @@ class _Work:
             raise AttachmentError(f"{self.adapter!r} leaves nothing for any layer; ask for more")
         return made
 
-    def budgeted(self, budget: int, plain: nn.Module | None, calibration: Any) -> Made:
+    def budgeted(self, budget: int, room: float, plain: nn.Module | None, calibration: Any) -> Made:
         """Each delta in the code that its bytes are best spent on."""
         if plain is not None:
             centred = centred_layers(self.structure)
@@ -213,16 +219,18 @@ class _Work:
         def made(codes: Mapping[str, Code]) -> Made:
             return {n: None if code == NOTHING else written(self.deltas[n], code) for n, code in codes.items()}
 
-        def file_size(codes: Mapping[str, Code]) -> int:
-            return len(self.rewritten(made(codes)).to_bytes(storage=self.storage))
+        norms = base_norms(self.task, self.owners, self.bases)
 
-        codes = within(options, budget, file_size)
+        def file_size(codes: Mapping[str, Code]) -> int:
+            return len(self.rewritten(made(codes), norms).to_bytes(storage=self.storage))
+
+        codes = within(options, budget, file_size, room)
         self.codes = {name: str(code) for name, code in codes.items()}
         return made(codes)
 
-    def rewritten(self, made: Made) -> Task:
+    def rewritten(self, made: Made, more: Sources | None = None) -> Task:
         """The task with these updates."""
-        sources: dict[str, Any] = {}
+        sources: dict[str, Any] = dict(more or {})
         for name, update in made.items():
             if update is not None:
                 groups = base_groups(self.net, self.owners[name][0].module, name)
@@ -231,7 +239,7 @@ class _Work:
                 sources[name] = "values", self.deltas[name].fused
             else:
                 sources[name] = "base", None
-        return rewritten(self.task, sources, self.adapter, self.bases)
+        return rewritten(self.task, sources, settings_of(self.adapter), self.bases)
 
     def replace_(self, task: Task, made: Made, plain: nn.Module | None, calibration: Any) -> Refitted:
         """Let the network be the task; on an error it becomes what it was."""
@@ -240,7 +248,7 @@ class _Work:
         try:
             apply_to_(task, Base(net), self.structure)
             attachment = attachment_of(net)
-            attachment.adapter = adapter
+            attachment.adapter, attachment.base_norms = adapter, self.is_spent
             if self.structure is not None:
                 attachment.task = None
             recovered = Recovered(0, 0, {}, {})

@@ -4,6 +4,10 @@ For each weight a few dozen codes are tried: nothing, low rank of several ranks 
 bits for each entry with several steps. Each has a size, as deflate will make it, and an error, weighted by what the
 loss feels of it. With a price for a byte, the best code of each weight is the cheapest sum of both; the price is what
 spends the budget (a Lagrangian). What is left over goes to whatever still fits and saves most for its bytes.
+
+Signs come first. Where those of all weights fit, no weight gets a code that is farther from it than its signs; where
+they do not, none gets more bits. Codes of three levels that are mostly zero have less error for their bytes, but they
+learn on worse than signs do.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -27,6 +31,8 @@ _SCALE = 1
 _SHORT = 64
 """Rows of fewer entries may share a scale."""
 _RANKS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8), *range(80, 129, 16))
+_LEARNS = 8
+"""The lowest rank that learns on as well as signs do; lower ones are for deltas that have no more."""
 _STEPS = {
     2: (1.0,),
     3: (0.7, 0.9, 1.1, 1.4, 1.8, 2.3, 3.0),
@@ -65,6 +71,8 @@ class Option:
     code: Code
     bytes: float
     error: float
+    signs: float = math.inf
+    """The error that signs leave."""
 
 
 NOTHING = Code("nothing")
@@ -74,8 +82,11 @@ def options_of(delta: Delta) -> list[Option]:
     """The codes of one weight that no other beats in both size and error, from the smallest on."""
     found = [Option(NOTHING, 0.0, delta.error())]
     if not delta.is_nothing:
-        found += list(_bits(delta))
-        found += list(_low_ranks(delta))
+        bits, ranks = list(_bits(delta)), list(_low_ranks(delta))
+        signs = min((option for option in bits if option.code.levels == 2), key=lambda option: option.error)
+        found += [option for option in bits if option.code.levels == 2 or option.bytes >= signs.bytes]
+        found += [option for option in ranks if option.code.rank >= _LEARNS or option.error <= signs.error]
+        found = [replace(option, signs=signs.error) for option in found]
     return _undominated(found)
 
 
@@ -240,17 +251,28 @@ def spent(options: Options, budget: float) -> dict[str, Option]:
     return {name: hulls[name][number] for name, number in chosen.items()}
 
 
-def within(options: Options, budget: int, file_size: FileSize) -> dict[str, Code]:
+def within(options: Options, budget: int, size_of_file: FileSize, room: float = 0.0) -> dict[str, Code]:
     """Codes whose file has at most ``budget`` bytes, and at least 99% of that where there is more to say.
 
-    The sizes of options are estimates; the file itself is written, and what it is off by corrects the next try.
+    The sizes of options are estimates; the file itself is written, and what it is off by corrects the next try. All
+    codes but signs count for more by ``room``, since they grow when they learn on.
     """
+
+    def file_size(codes: Mapping[str, Code]) -> int:
+        growing = (o.bytes for n, each in options.items() for o in each if o.code == codes[n] and o.code.levels > 2)
+        return size_of_file(codes) + int(room * sum(growing))
+
     least = file_size(dict.fromkeys(options, NOTHING))
     if least > budget:
         raise BudgetError(
             f"bytes={budget:,} cannot be reached: without any delta, norms, head, masks and the layer table take "
             f"{least:,} bytes; ask for more than that, or prune further"
         )
+    enough = {name: [option for option in each if option.error <= option.signs] for name, each in options.items()}
+    if file_size({name: each[0].code for name, each in enough.items()}) <= budget:
+        options = enough
+    else:
+        options = {n: [o for o in each if o.code.kind != "bits" or o.code.levels == 2] for n, each in options.items()}
     best: tuple[int, dict[str, Code]] = least, dict.fromkeys(options, NOTHING)
     target, low, high = float(budget - least), 0.0, math.inf
     for _ in range(_TRIES):

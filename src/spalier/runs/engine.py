@@ -367,13 +367,14 @@ class Engine:
 
     def make_row(self) -> dict[str, Any]:
         """Write a task file of what was learned, and measure what it holds."""
-        storage = self.config.storage
-        plain = fuse(self.net).eval() if storage == "exact" else self._task({}).stored_as(storage).build(self.base)
+        storage, is_budget = self.config.storage, self._form is not None and self._form.is_budget
+        is_exact = storage == "exact" and not is_budget
+        plain = fuse(self.net).eval() if is_exact else self._task({}, is_budget).stored_as(storage).build(self.base)
         learning.set_memory_format_(plain, self.machine.channels_last)
         splits = {"validation": self.data.validation, "test": self.data.test}
         seen = {name: self.evaluate(plain, split) for name, split in splits.items() if split is not None}
         names = {"validation": "validation", "test": "accuracy"}  # as task files have them
-        task = self._task({names[name]: found.accuracy for name, found in seen.items()})
+        task = self._task({names[name]: found.accuracy for name, found in seen.items()}, is_budget)
         if self.machine.is_first:
             Store(self.folder.tasks).add(task, overwrite=True, storage=storage)
         file = self.folder.tasks / f"{task.name}{SUFFIX}"
@@ -411,7 +412,7 @@ class Engine:
             self.folder.write(self._block_file(".png"), sheet)
         return said
 
-    def _task(self, metrics: dict[str, float]) -> Task:
+    def _task(self, metrics: dict[str, float], base_norms: bool = False) -> Task:
         """What was learned so far, as a task."""
         config = self.config
         origin = {"data": self.data.name, "run": config.name, "method": config.method, "seed": config.seed}
@@ -419,7 +420,7 @@ class Engine:
         said: dict[str, Any] = {"classes": self.data.classes, "preprocessing": self.data.preprocessing}
         try:
             name = self._task_name(self.position.block)
-            return Task.of(self.net, name, metrics=metrics, provenance=origin, **said)
+            return Task.of(self.net, name, metrics=metrics, provenance=origin, base_norms=base_norms, **said)
         except (NonFiniteError, TaskFileError) as error:
             if error.code != "non-finite":
                 raise

@@ -38,6 +38,11 @@ class Form:
         """The name as a part of file names."""
         return self.name.replace("/", "of").replace(".", "_")
 
+    @property
+    def is_budget(self) -> bool:
+        """Whether it is a number of bytes."""
+        return self.bytes is not None or self.share is not None
+
     def budget(self, wide: int) -> int | None:
         """How many bytes the file may have, where that of the wide network has so many; None for an adapter."""
         return self.bytes if self.share is None else int(self.share * wide)
@@ -111,8 +116,7 @@ def write_narrow_(
         refit_(net, form.adapter, batches=samples, storage=storage)
         return
     try:
-        # learning on changes codes, and with them what deflating saves: some room for that
-        refit_(net, bytes=int(_ROOM * budget), batches=samples, storage=storage)
+        refit_(net, bytes=budget, batches=samples, storage=storage, room=_ROOM)
     except BudgetError as error:  # a run goes on, with the smallest file that there is
         say(f"{form.name}: {error}; norms and head alone are learned")
         refit_(net, ByLayer(), batches=samples, storage=storage)
@@ -139,7 +143,7 @@ def held_(net: nn.Module, budget: int, storage: Storage) -> bool:
     """
 
     def is_small() -> bool:
-        return len(Task.of(net, "refit").to_bytes(storage=storage)) <= budget
+        return len(Task.of(net, "refit", base_norms=True).to_bytes(storage=storage)) <= budget
 
     if is_small():
         return True
@@ -178,8 +182,8 @@ def _left_for_codes(form: Form, wide: Task, storage: Storage) -> int | None:
 _METRICS = 100
 """Bytes that accuracies may take."""
 _HALVINGS, _WIDEST = 8, 4.0
-_ROOM = 0.96
-"""Of a budget of bytes, what is spent before a narrow form learns on."""
+_ROOM = 0.04
+"""How much codes may grow when they learn on."""
 
 
 def speed_of(net: nn.Module, name: str) -> float:

@@ -1,4 +1,4 @@
-"""A task whose weights come from other sources: learned in full before, and from an adapter now."""
+"""A task whose numbers come from other sources: learned in full before, and from an adapter or the base now."""
 
 from __future__ import annotations
 
@@ -7,24 +7,30 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from spalier.adapters.attachment import Owner, attachment_of, owners_of
+from spalier.adapters.geometry import first_names, tensors_of
 from spalier.adapters.kinds import Stored
-from spalier.tasks.extract import grouped, settings_of
+from spalier.pruning.prune import cut
+from spalier.tasks.extract import base_tensors, grouped
 from spalier.tasks.format import Fingerprint, values_digest
 from spalier.tasks.numbers import assembled
 from spalier.tasks.rows import Row, Source
 from spalier.tasks.task import Task, own_tensors
 
-Sources = Mapping[str, tuple[Source, Sequence[Stored] | Tensor]]
-"""For each weight by its name: where its numbers come from now, and these."""
+Sources = Mapping[str, tuple[Source, Sequence[Stored] | Tensor | None]]
+"""For each tensor by its name: where its numbers come from now, and these."""
+_ALIKE = 8.0
+"""How many times as large as the base's a norm's weight may be, and how many deviations its bias may be away: farther
+ones would leave few of the 8 bits of its statistics to the others."""
 
 
-def rewritten(task: Task, sources: Sources, adapter: Any, base: Mapping[str, Tensor]) -> Task:
-    """The task with these sources; ``base`` has all tensors of the base by their first names."""
-    tensors, matrices = own_tensors(task, "values", task.values), task.stored()
-    own = {name: next(tensors) for row in task.table.rows if row.source == "values" for name in row.names}
-    adapted = {row.names[0]: [next(matrices) for _ in cut.matrices] for row, cut in task.cut_rows if cut.matrices}
+def rewritten(task: Task, sources: Sources, settings: Mapping[str, Any], base: Mapping[str, Tensor]) -> Task:
+    """The task with these sources and settings of its adapter; ``base`` has all tensors by their first names."""
+    own, matrices = _own(task), task.stored()
+    adapted = {row.names[0]: [next(matrices) for _ in left.matrices] for row, left in task.cut_rows if left.matrices}
     rows: list[Row] = []
     stored: list[Stored] = []
     values: list[Tensor] = []
@@ -43,8 +49,44 @@ def rewritten(task: Task, sources: Sources, adapter: Any, base: Mapping[str, Ten
             stored += adapted[name] if numbers is None else numbers
     made = replace(task.table, rows=grouped(rows))
     taken = {name: tensor for name, tensor in base.items() if name not in made.own}
-    info = replace(
-        task.info, adapter=settings_of(adapter), base=Fingerprint(task.info.base.architecture, values_digest(taken))
-    )
+    fingerprint = Fingerprint(task.info.base.architecture, values_digest(taken))
+    info = replace(task.info, adapter=dict(settings), base=fingerprint)
     held: dict[str, Any] = {**assembled(stored), "values": torch.cat(values) if values else task.values[:0]}
     return replace(task, info=info, table=made, **held)
+
+
+def _own(task: Task) -> dict[str, Tensor]:
+    """The task's own values, by the names of their tensors."""
+    tensors = own_tensors(task, "values", task.values)
+    return {name: next(tensors) for row in task.table.rows if row.source == "values" for name in row.names}
+
+
+def with_base_norms(task: Task, net: nn.Module) -> Task:
+    """The task of an adapted network, with statistics alone of its batch norms."""
+    owners = owners_of(net, first_names(tensors_of(net)))
+    base = base_tensors(attachment_of(net), owners)
+    return rewritten(task, base_norms(task, owners, base), task.info.adapter, base)
+
+
+def base_norms(task: Task, owners: Mapping[str, list[Owner]], base: Mapping[str, Tensor]) -> Sources:
+    """Batch norms with the base's weights and biases, and with statistics that let them compute what they did.
+
+    w (x - m) / s + b  =  w' (x - m') / s' + b'   for   s' = s w' / w   and   m' = m - (b - b') s / w
+    """
+    found: dict[str, tuple[Source, Tensor | None]] = {}
+    own, indices = _own(task), {name: left.indices for row, left in task.cut_rows for name in row.names}
+    for path, norm in {name.rpartition(".")[0]: owners[name][0].module for name in own}.items():
+        names = [f"{path}.{key}" for key in ("weight", "bias", "running_mean", "running_var")]
+        if not isinstance(norm, _BatchNorm) or path in task.table.heads or not set(names) <= set(own):
+            continue
+        if any(owner.module is not norm for name in names for owner in owners[name]):
+            continue  # another norm has one of them too
+        weight, bias, mean, var = (own[name].double() for name in names)
+        first, second = (cut(base[name], indices[name]).to(weight) for name in names[:2])
+        ratio, deviation = first / weight, (var + norm.eps).sqrt()
+        off, squared = (bias - second) / weight, (deviation * ratio) ** 2 - norm.eps
+        if bool(((ratio > 1 / _ALIKE) & (ratio < _ALIKE) & (off.abs() < _ALIKE) & (squared > 0)).all()):
+            found |= dict.fromkeys(names[:2], ("base", None))
+            moved = {names[2]: mean - off * deviation, names[3]: squared}
+            found |= {name: ("values", values.to(own[name])) for name, values in moved.items()}
+    return found

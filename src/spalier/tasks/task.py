@@ -174,6 +174,7 @@ class Task(InNotebooks):
         licence: str = "",
         provenance: Mapping[str, Any] | None = None,
         structure: Structure | None = None,
+        base_norms: bool | None = None,
     ) -> Task:
         """What an adapted network has learned, pruned or not; the network stays as it is.
 
@@ -186,8 +187,13 @@ class Task(InNotebooks):
             licence: under which the task may be used; an SPDX name.
             provenance: where it comes from, as plain data: data set, recipe, author.
             structure: what the network was pruned with, where it does not remember.
+            base_norms: let weights and biases of batch norms be the base's, and move their statistics so that the
+                network computes the same: two numbers for each channel instead of four. What is built of it learns on
+                from the base's norms. By default where `refit_` was given a budget of bytes.
         """
+        from spalier.adapters.attachment import attachment_of
         from spalier.tasks.extract import extract
+        from spalier.tasks.rewrite import with_base_norms
 
         format.check_name(name)
         if isinstance(classes, str):
@@ -200,7 +206,9 @@ class Task(InNotebooks):
             "licence": licence or "",
             "provenance": versions | format.plain_dict("provenance", provenance),
         }
-        return extract(net, structure, name, said)
+        task = extract(net, structure, name, said)
+        is_small = attachment_of(net).base_norms if base_norms is None else base_norms
+        return with_base_norms(task, net) if is_small else task
 
     @staticmethod
     def from_checkpoint(
