@@ -54,7 +54,8 @@ DENSITIES = (1.0, 0.5, 0.3)
 BUDGET = 900_000
 """Bytes of a task file: a hundredth of the base in float32, a fiftieth of its published file in 16 bits."""
 LENGTHS = (32, 128)
-RANK = 8
+RANK, ROUND_TO = 8, 32
+"""Other widths than multiples of 32 cost onnxruntime as much as the next one."""
 TRIED = {
     ("trec", "fine-pruning"): (1e-4, 3e-4, 6e-4),
     ("trec", "splora"): (1e-3, 2e-3, 4e-3),
@@ -117,7 +118,7 @@ def network() -> str:
 def settings(spec: Spec, seed: int, **more: Any) -> sp.TransferPruning:
     shared = {"data": f"text:{DATA / 'text' / spec.name}", "network": network(), "seed": seed, "trackers": ()}
     shared |= {"checkpoint_seconds": 600.0}  # each takes as long as many steps
-    shared |= {"select_options": {"round_to": 32}}  # other widths cost onnxruntime as much as the next 32
+    shared |= {"select_options": {"round_to": ROUND_TO}}
     shared |= {"max_train_samples": spec.samples} if spec.samples else {}
     epochs = {"epochs": spec.epochs, "epochs_per_prune": spec.per_prune, "refit_epochs": spec.refit}
     return sp.TransferPruning(**{**shared, **epochs, "densities": DENSITIES[1:], "score_samples": 256, **more})
@@ -513,15 +514,16 @@ def page() -> str:
 
 
 def main() -> None:
-    global WORK
+    global WORK, ROUND_TO
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("rates", "run", "status", "page"))
     parser.add_argument("--data", default=",".join(SPECS))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--only", default="", help="some of fine-pruning, latency, splora, lora, longer, bytes-50, ...")
     parser.add_argument("--work", type=Path, default=WORK)
+    parser.add_argument("--round-to", type=int, default=ROUND_TO, help="widths are multiples of this; 1 for tiny ones")
     options = parser.parse_args()
-    WORK = options.work
+    WORK, ROUND_TO = options.work, options.round_to
     torch.set_num_threads(1)
     if options.command == "status":
         print("\n".join(status()))

@@ -16,6 +16,7 @@ def run(folder: Path, *arguments: str) -> str:
     variables = {f"SPALIER_{name}": str(folder / name.lower()) for name in ("DATA", "WEIGHTS")}
     paths = {"SPALIER_ROOT": str(folder), "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tools")])}
     command = [sys.executable, str(ROOT / "benchmarks" / "text.py"), *arguments, "--work", str(folder / "work")]
+    command += ["--round-to", "1"]
     done = subprocess.run(command, env=os.environ | variables | paths, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
