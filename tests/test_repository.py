@@ -47,6 +47,7 @@ UPWARDS = {
         "spalier.tracing",
     ): "attach_(net, adapter, example=x) traces, where it is asked to",
     ("tasks/task.py", "spalier.tasks.extract"): _METHODS,
+    ("tasks/task.py", "spalier.tasks.rewrite"): _METHODS,
     ("tasks/task.py", "spalier.tasks.base"): _METHODS,
     ("tasks/task.py", "spalier.tasks.build"): _METHODS,
     ("tasks/task.py", "spalier.tasks.apply"): _METHODS,
