@@ -487,6 +487,8 @@ NOTES = """
   validation texts, a tenth of its training texts is held out.
 - Widths are multiples of 32 (`select_options: {round_to: 32}`): so there are fewer MACs left than were asked for,
   and onnxruntime gains from all that are gone. With any width, half of the MACs is 1.7 times as fast as the base.
+- Budgets were spent before signs came first ([codes](codes.md#small-budgets)); for half of the MACs of SST-2 that
+  makes no difference.
 - MACs are counted for a text of typical length, in whole eights: 16 tokens on TREC and Banking77, 24 on SST-2.
 """
 
