@@ -131,6 +131,7 @@ def test_signs_come_first():
 
 
 def test_few_components_are_for_deltas_that_have_no_more():
+    torch.manual_seed(0)
     full, thin = delta_of(outputs=64, inputs=64), delta_of(outputs=64, inputs=64)
     thin.fused = thin.base + (torch.randn(64, 2) @ torch.randn(2, 64 * 9)).view(64, 64, 3, 3)
     ranks = [{o.code.rank for o in options_of(each) if o.code.kind == "low-rank"} for each in (full, thin)]

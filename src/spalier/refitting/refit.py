@@ -261,6 +261,7 @@ class _Work:
             if "_spalier" in net.__dict__:
                 detach_(net)
             apply_to_(self.task, Base(net), self.structure)
+            attachment_of(net).base_norms = self.attachment.base_norms
             _fill_(attachment_of(net), self.unrounded)
             raise
 
