@@ -335,12 +335,10 @@ def difference(found: Any, wanted: Any, tolerance: float) -> str:
     if [t.shape for t in ours] != [t.shape for t in theirs]:
         shapes = [[tuple(t.shape) for t in side] for side in (ours, theirs)]
         return f"outputs of shapes {shapes[0]}, expected {shapes[1]} as eager in float32"
-    for one, other in zip(ours, theirs, strict=True):
-        one, other = one.double().cpu(), other.double().cpu()
+    pairs = ((a.double().cpu(), b.double().cpu()) for a, b in zip(ours, theirs, strict=True) if a.numel())
+    for one, other in pairs:
         if not one.isfinite().all():
             return "outputs are not finite"
-        if not one.numel():
-            continue
         off, most = float((one - other).abs().max()), float(other.abs().max())
         if off > tolerance * most:
             share = off / most if most else math.inf
@@ -441,13 +439,15 @@ def onnx_session(
     import onnxruntime
 
     args, kwargs = ((), x) if isinstance(x, dict) else ((x,), None)
-    program = torch.onnx.export(net, args, kwargs=kwargs, dynamic_shapes=free, dynamo=True, verbose=False)
+    traced = torch.export.export(net, args, kwargs, dynamic_shapes=free)
+    # One operator for attention, not five: a tenth faster. Networks without it still run in older runtimes.
+    opset = 23 if "scaled_dot_product" in str(traced.graph) else None
+    program = torch.onnx.export(traced, opset_version=opset, dynamo=True, verbose=False)
     assert program is not None
     program.model.metadata_props.update(said or {})
     program.save(str(file), external_data=said is None)  # a file for others is one file
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.log_severity_level = 3
+    options.intra_op_num_threads, options.inter_op_num_threads, options.log_severity_level = threads, 1, 3
     # Else the threads of one network go on spinning through the next one's turn.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])

@@ -4,6 +4,7 @@ import json
 import re
 
 import numpy as np
+import onnx
 import onnxruntime
 import peft
 import pytest
@@ -402,12 +403,15 @@ def test_checkpoints_and_loras_of_texts_become_tasks(spalier, bert, texts, tmp_p
 
 def test_exported_networks_take_any_number_of_texts_and_tokens(spalier, ran, bert, tmp_path):
     file = ran / "tasks" / "kinds-60.task.safetensors"
-    onnx, program = tmp_path / "kinds.onnx", tmp_path / "kinds.pt2"
-    for out in (onnx, program):
+    graph, program = tmp_path / "kinds.onnx", tmp_path / "kinds.pt2"
+    for out in (graph, program):
         done = spalier("task", "export", file, "-o", out)
         assert done.code == 0, done.err
     built = task_of(ran).build(open_network(f"hf:{bert}", classes=3))
-    session = onnxruntime.InferenceSession(str(onnx), providers=["CPUExecutionProvider"])
+    operators = [node.op_type for node in onnx.load(graph).graph.node]
+    assert operators.count("Attention") == built.config.num_hidden_layers
+    assert not {"Softmax", "IsNaN"} & set(operators)  # what attention was, before it was one operator
+    session = onnxruntime.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
     loaded = torch.export.load(program).module()
     for count, length in ((1, 5), (3, 16), (4, 20)):
         inputs = tokens(count, length)
