@@ -363,8 +363,10 @@ def wide(spec: Spec, seed: int) -> None:
         print(f"{spec.name} seed {seed} at {density:.0%}: {right}, {seconds:.0f} s", flush=True)
         if density in spec.extra:
             WORK.mkdir(parents=True, exist_ok=True)
-            size = sp.Task.of(net, spec.name).save(task_file(spec, density, seed))
+            task = sp.Task.of(net, spec.name)
+            size = task.save(task_file(spec, density, seed))
             known = {"learned": learned_in(net), "bytes": size, "rate": rate, "epochs": epochs.stop}
+            known["macs"] = task.info.density.macs
             write(spec, density, "wide", seed, {"accuracy": right, **known, "seconds": round(seconds, 1)})
 
 

@@ -28,7 +28,7 @@ from spalier.refitting.approximate import Delta, added, low_rank_of, rooted, rou
 
 _SCALE = 1
 """Bytes of a scale, in the smallest storage."""
-_SHORT = 64
+_SHORT = 128
 """Rows of fewer entries may share a scale."""
 _RANKS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8), *range(80, 129, 16))
 _LEARNS = 8
