@@ -81,8 +81,8 @@ class Spec:
     """How many of the training samples are used, validation included; all, if None."""
     faster: float = 1.0
     """What rates are multiplied by: many classes need larger steps, two classes smaller ones."""
-    on: float = 0.5
-    """What the rate is multiplied by where a network that is written within bytes learns on: it is near a good place."""
+    learning_on: float = 0.5
+    """What the rate is multiplied by once a network is written within bytes: it begins near a good place."""
 
     @property
     def all_epochs(self) -> int:
@@ -97,7 +97,7 @@ SPECS = {
     spec.name: spec
     for spec in (
         Spec("trec", "TREC, 6 kinds of questions"),
-        Spec("sst2", "SST-2, 2 sentiments", samples=4000, faster=1 / 3, on=1.0),
+        Spec("sst2", "SST-2, 2 sentiments", samples=4000, faster=1 / 3, learning_on=1.0),
         Spec("banking77", "Banking77, 77 intents", epochs=3, samples=5000, faster=2.0),
     )
 }
@@ -202,7 +202,7 @@ def within_bytes(spec: Spec, seed: int, density: float) -> None:
     if cell(spec, density, "bytes", seed).exists():
         return
     start = task_file(spec, "fine-pruning", seed, density)
-    rate = spec.on * spec.rate("fine-pruning")
+    rate = spec.learning_on * spec.rate("fine-pruning")
     run = settings(spec, seed, codes=(f"bytes-{BUDGET}",), start_task=str(start), densities=(), refit_lr=rate)
     row = run.run(folder_of(spec, f"bytes-{100 * density:g}", seed), engine=Timed, progress=False).rows[-1]
     keep = ("test", "validation", "bytes", "learned", "macs", "weights")
