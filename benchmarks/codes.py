@@ -576,6 +576,7 @@ def main() -> None:
         print("\n".join(codes_page.status()))
     else:
         PAGE.write_text(codes_page.page(), encoding="utf-8")
+        codes_page.draw(codes_page.against_bytes(codes_page.collected()), PAGE.parent / "assets" / "codes")
 
 
 if __name__ == "__main__":

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from codes import REFITS, RESULTS, SPECS, Spec, contenders
+from spalier.reporting.draw import Cell, Dot, Figure, Line, Mark, Panel, linear, logarithmic
+from spalier.reporting.page import standalone, to_csv
 
 TITLES = {
     "wide": "fine-pruning",
@@ -31,6 +34,15 @@ TITLES = {
     "nncodec-12": "NNCodec within 1/12",
     "nncodec-20": "NNCodec within 1/20",
 }
+FAMILIES = {
+    "fine-pruning": ("wide+",),
+    "no base": ("free-8", "free-4", "free-2"),
+    "SPDelta": ("delta-4", "delta-2", "delta-1"),
+    "budgets": ("bytes-10", "bytes-12", "bytes-20", "bytes-50"),
+    "SPLoRA r8": ("r8-kernel", "r8-centre"),
+    "NNCodec": ("nncodec-12", "nncodec-20"),
+}
+"""What a line of the figure joins: one way to write a network, in ever fewer bytes."""
 IMAGES = ("cifar10", "flowers102", "catsanddogs")
 Found = dict[tuple[str, float, str], dict[int, dict[str, Any]]]
 
@@ -177,6 +189,46 @@ def rivals(found: Found) -> list[str]:
     return lines
 
 
+def against_bytes(found: Found) -> Figure:
+    """Accuracy against the bytes of the file: a panel for each data set and share of channels with three codes or more.
+
+    Only seeds that have fine-pruning with the extra epochs, so that lines of a panel are of the same networks.
+    """
+    panels: list[Panel] = []
+    rows: list[list[Cell]] = []
+    for density in (0.5, 0.3, 0.1):
+        for name in IMAGES:
+            seeds = set(found.get((name, density, "wide+"), {}))
+            marks: list[Mark] = []
+            for number, (family, methods) in enumerate(FAMILIES.items()):
+                points = []
+                for method in methods:
+                    cells = found.get((name, density, method), {})
+                    good = [c for seed, c in cells.items() if seed in seeds and "accuracy" in c]
+                    if good:
+                        size, right = (statistics.mean(c[key] for c in good) for key in ("bytes", "accuracy"))
+                        points.append((size, right))
+                        rows.append([SPECS[name].title, density, TITLES[method].strip("*"), round(size), right])
+                        tip = f"{TITLES[method].strip('*')}\n{right:.1f}%, {size:,.0f} bytes, seeds: {len(good)}"
+                        marks.append(Dot(size, right, f"s{number}", tip))
+                marks += [Line(points, f"s{number}", family)] if points else []
+            dots = [mark for mark in marks if isinstance(mark, Dot)]
+            if len(dots) > 3:
+                x = logarithmic("bytes of the file", [dot.x for dot in dots])
+                y = linear("test accuracy", [dot.y for dot in dots], most=100, text=lambda v: f"{v:g}%")
+                panels.append(Panel(x, y, marks, f"{SPECS[name].title.partition(',')[0]}, {density:.0%}"))
+    caption = "Means over seeds. Further up and further left is better; fine-pruning has four bytes for each weight."
+    columns = ["data", "channels", "code", "bytes", "accuracy"]
+    return Figure("bytes", "Accuracy against the bytes of the file", caption, panels, columns, rows)
+
+
+def draw(figure: Figure, folder: Path) -> None:
+    """The figure, and its numbers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{figure.name}.svg").write_text(standalone(figure), encoding="utf-8")
+    (folder / f"{figure.name}.csv").write_text(to_csv(figure), encoding="utf-8")
+
+
 def page() -> str:
     found = collected()
     whole = sum(
@@ -189,6 +241,8 @@ def page() -> str:
         f"to 1.0 points. Of {whole} cells {there} are here; n is how many seeds a figure has where that is not three.",
         "",
     ]
+    drawn = against_bytes(found)
+    lines += [f"![{drawn.title}](assets/codes/{drawn.name}.svg)", "", f"{drawn.caption}", ""]
     for spec in SPECS.values():
         lines += [f"## {spec.title}", "", *table(found, spec), ""]
     lines += ["## Against quantisation alone", "", *RIVALS.strip().splitlines(), "", *rivals(found), ""]
