@@ -68,8 +68,8 @@ def as_numbers(matrix: Stored) -> Stored:
 def values_in_bytes(values: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:
     """A task's own values as 8-bit integers, behind a byte for the scale of each vector or row.
 
-    Where all numbers of a row are positive and most are small, as running variances are, their roots are what is
-    stored, and the scale's highest bit is set.
+    Where all numbers of a row are positive and most or some are small, as running variances are, their roots are what
+    is stored, and the scale's highest bit is set: a small variance that became zero would make its channel explode.
     """
     codes: list[Tensor] = []
     found: list[Tensor] = []
@@ -77,7 +77,7 @@ def values_in_bytes(values: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor
     for part, (rows, length) in zip(values.float().split([r * n for r, n in sizes]), sizes, strict=True):
         row = part.view(rows, length)
         most = row.abs().amax(1)
-        are_roots = (row.amin(1) >= 0) & (row.mean(1) < most / 3)
+        are_roots = (row.amin(1) >= 0) & ((row.mean(1) < most / 3) | (row.amin(1) < most / 16))
         codes.append(torch.where(are_roots[:, None], row.abs().sqrt(), row))
         found.append(torch.where(are_roots, -codes[-1].amax(1), most))
     if not found:
