@@ -365,8 +365,8 @@ def wide(spec: Spec, seed: int) -> None:
             WORK.mkdir(parents=True, exist_ok=True)
             task = sp.Task.of(net, spec.name)
             size = task.save(task_file(spec, density, seed))
-            known = {"learned": learned_in(net), "bytes": size, "rate": rate, "epochs": epochs.stop}
-            known["macs"] = task.info.density.macs
+            known: dict[str, Any] = {"learned": learned_in(net), "bytes": size, "macs": task.info.density.macs}
+            known |= {"rate": rate, "epochs": epochs.stop}
             write(spec, density, "wide", seed, {"accuracy": right, **known, "seconds": round(seconds, 1)})
 
 
