@@ -57,3 +57,13 @@ def test_the_readmes_claim_is_measured():
                 + (f"{size / 1e6:.1f} MB" if size > 1e5 else f"{size / 1e3:.0f} KB")
             )
         assert f"| {density}% of the channels | {' | '.join(shown)} |" in readme
+
+
+def test_the_page_of_codes_and_its_figure_are_made_of_the_cells(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import codes_page
+
+    assert (ROOT / "docs/codes.md").read_text("utf-8") == codes_page.page()
+    codes_page.draw(codes_page.against_bytes(codes_page.collected()), tmp_path)
+    for name in ("bytes.svg", "bytes.csv"):
+        assert (ROOT / "docs/assets/codes" / name).read_text("utf-8") == (tmp_path / name).read_text("utf-8")
