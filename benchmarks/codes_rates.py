@@ -1,8 +1,9 @@
 """Optimiser and rate of each way to learn, chosen on samples that are neither learned from nor tested on.
 
 A try is the whole way at a smaller scale: a short schedule down to one density, and a tail from the best network of
-that. Three rates by SGD and three by AdamW, a factor of three apart; where the best one is the smallest or the largest
-of its optimiser, the next one is tried too. Tries are files of their own, below results/codes/rates.
+that. Three rates by SGD and three by AdamW, a factor of three apart. Of schedules, the worse half of the tries ends
+before the first prune. Where the best one is the smallest or the largest rate of its optimiser, the next one is tried
+too. Tries are files of their own, below results/codes/rates.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,47 +26,115 @@ TAILS = {"wide+": "wide+", "free": "free-2", "low-rank": "r8-centre", "bits": "d
 """Ways to learn, and the contender that is tried for all that learn so."""
 
 
+@dataclass(frozen=True)
+class Try:
+    """One optimiser and rate of one way to learn."""
+
+    spec: Spec
+    way: str
+    optimizer: str
+    rate: float
+
+    @property
+    def file(self) -> Path:
+        return RATES / f"{self.spec.name}-{self.way}-{self.optimizer}-{self.rate:g}.json"
+
+    @property
+    def learning(self) -> Learning:
+        """The rate of each kind of parameter. In a tail all but the code learns as it does in fine-pruning's tail."""
+        rates = {"rest": self.rate}
+        if self.way == "direct":
+            rates["factors"] = self.rate
+        elif self.way in ("low-rank", "bits"):
+            rates["rest"] = best_of(self.spec, "wide+", self.optimizer)["rate"]
+            rates["factors" if self.way == "low-rank" else "bits"] = self.rate
+            # scales learn relative to what they are, which has nothing to do with how large weights are
+            rates["gains"] = 1e-3 if self.optimizer == "adamw" else self.rate
+        return Learning(self.optimizer, rates)
+
+    def write(self, start: float, found: dict[str, Any]) -> None:
+        """``start`` is when it began, in processor seconds."""
+        told = {"data": self.spec.name, "way": self.way, "optimizer": self.optimizer, "rate": self.rate}
+        told |= {"rates": self.learning.rates, **found, "seconds": round(time.process_time() - start, 1)}
+        RATES.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(json.dumps(told, indent=1) + "\n")
+        print(json.dumps(told), flush=True)
+
+
 def search(spec: Spec) -> None:
     """Try what has not been tried yet; ways that stand on others come after these."""
-    narrow = min(spec.searched)
     for way in ("wide", "direct", *TAILS):
-        for optimizer, middle in spec.tried[way].items():
-            for rate in (middle / 3, middle, middle * 3):
-                attempt(spec, way, optimizer, rate)
+        first = [
+            try_of(spec, way, optimizer, middle * factor)
+            for optimizer, middle in spec.tried[way].items()
+            for factor in (1 / 3, 1, 3)
+        ]
+        attempt(first)
         for _ in range(FARTHER):
             best = best_of(spec, way)
             rates = [found["rate"] for found in tries_of(spec, way) if found["optimizer"] == best["optimizer"]]
             if min(rates) < best["rate"] < max(rates):
                 break
-            attempt(spec, way, best["optimizer"], best["rate"] * (3 if best["rate"] == max(rates) else 1 / 3))
-        if way == "wide":
-            best, trial = best_of(spec, way), replace(spec, is_search=True)
-            file = candidate(trial, narrow, best)
-            if not file.exists():
-                chain(trial, way, Learning(best["optimizer"], best["rates"]), file)
-            shutil.copyfile(file, codes.task_file(trial, narrow, SEED))
+            attempt([try_of(spec, way, best["optimizer"], best["rate"] * (3 if best["rate"] == max(rates) else 1 / 3))])
+        if way == "wide":  # what tails are tried on
+            trial, best = replace(spec, is_search=True), best_of(spec, way)
+            file = kept(try_of(spec, way, best["optimizer"], best["rate"]))
+            if file.exists():
+                shutil.copyfile(file, codes.task_file(trial, min(spec.searched), SEED))
 
 
-def attempt(spec: Spec, way: str, optimizer: str, rate: float) -> None:
-    """One optimiser and rate, unless its file is there."""
-    rate = float(f"{rate:.1e}")
-    file = RATES / f"{spec.name}-{way}-{optimizer}-{rate:g}.json"
-    if file.exists():
+def try_of(spec: Spec, way: str, optimizer: str, rate: float) -> Try:
+    return Try(spec, way, optimizer, float(f"{rate:.1e}"))
+
+
+def attempt(tries: list[Try]) -> None:
+    """All of these, unless their files are there."""
+    if all(each.file.exists() for each in tries):
         return
-    trial, narrow = replace(spec, is_search=True), min(spec.searched)
-    learning = Learning(optimizer, roles(spec, way, optimizer, rate))
-    told = {"data": spec.name, "way": way, "optimizer": optimizer, "rate": rate, "rates": learning.rates}
-    start = time.process_time()
-    if way in TAILS:
-        teacher = teacher_of(spec.name)
-        shared = codes.Remembered()
-        right = codes.tail(trial, narrow, TAILS[way], SEED, teacher, learning.at(narrow), shared)["accuracy"]
-    else:
-        right = chain(trial, way, learning, candidate(trial, narrow, told))
-    found = {**told, "density": narrow, "accuracy": right, "seconds": round(time.process_time() - start, 1)}
-    RATES.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found), flush=True)
+    if tries[0].way in TAILS:
+        for each in tries:
+            if not each.file.exists():
+                tail(each)
+        return
+    going = [(schedule(each), each) for each in tries]
+    first = [(next(steps), steps, each) for steps, each in going]
+    ordered = sorted(first, key=lambda step: -step[0])
+    for number, (_, steps, _) in enumerate(ordered):
+        if 2 * number < len(ordered):
+            for _ in steps:
+                pass
+
+
+def schedule(each: Try) -> Iterator[float]:
+    """Learn and prune along the short schedule. After the first block its accuracy; then all of it is written."""
+    trial, start = replace(each.spec, is_search=True), time.process_time()
+    net = attach(trial, SEED, sp.FineTune() if each.way == "wide" else sp.SPLoRA(rank=8))
+    growing = each.learning.at if each.way == "wide" else lambda _: each.learning
+    found: dict[str, Any] = {}
+    for density, _, spent in codes.along(net, trial, SEED, growing, trial.searched):
+        right = accuracy(net, trial, SEED)
+        if density == 1:
+            found = {"unpruned": right}
+            each.write(start, found)
+            yield right
+            start = time.process_time() - spent
+    if each.way == "wide":
+        kept(each).parent.mkdir(parents=True, exist_ok=True)
+        sp.Task.of(net, trial.name).save(kept(each))
+    each.write(start, {**found, "density": density, "accuracy": right})
+
+
+def kept(each: Try) -> Path:
+    """Where the network of a try is."""
+    trial = replace(each.spec, is_search=True)
+    return codes.task_file(trial, min(trial.searched), SEED, f"{each.optimizer}-{each.rate:g}")
+
+
+def tail(each: Try) -> None:
+    start, trial, density = time.process_time(), replace(each.spec, is_search=True), min(each.spec.searched)
+    learning, shared = each.learning.at(density), codes.Remembered()
+    found = codes.tail(trial, density, TAILS[each.way], SEED, teacher_of(trial.name), learning, shared)
+    each.write(start, {"density": density, "accuracy": found["accuracy"]})
 
 
 @cache
@@ -72,32 +142,3 @@ def teacher_of(name: str) -> Teacher:
     """What it says of a batch is kept for the next try."""
     trial = replace(SPECS[name], is_search=True)
     return codes.teacher_of(trial, min(trial.searched), SEED)
-
-
-def roles(spec: Spec, way: str, optimizer: str, rate: float) -> dict[str, float]:
-    """The rate of each kind of parameter. In a tail all but the code learns as it does in fine-pruning's tail."""
-    if way in ("wide", "wide+", "free"):
-        return {"rest": rate}
-    if way == "direct":
-        return {"factors": rate, "rest": rate}
-    rest = best_of(spec, "wide+", optimizer)["rate"]
-    if way == "low-rank":
-        return {"factors": rate, "rest": rest}
-    # scales learn relative to what they are, which has nothing to do with how large weights are
-    return {"bits": rate, "gains": 1e-3 if optimizer == "adamw" else rate, "rest": rest}
-
-
-def candidate(trial: Spec, density: float, told: dict[str, Any]) -> Path:
-    return codes.task_file(trial, density, SEED, f"{told['optimizer']}-{told['rate']:g}")
-
-
-def chain(trial: Spec, way: str, learning: Learning, file: Path) -> float:
-    """Learn and prune along the short schedule; the network that comes out goes to a file."""
-    net = attach(trial, SEED, sp.FineTune() if way == "wide" else sp.SPLoRA(rank=8))
-    growing = learning.at if way == "wide" else lambda _: learning
-    for _ in codes.along(net, trial, SEED, growing, trial.searched):
-        pass
-    if way == "wide":
-        file.parent.mkdir(parents=True, exist_ok=True)
-        sp.Task.of(net, trial.name).save(file)
-    return accuracy(net, trial, SEED)
