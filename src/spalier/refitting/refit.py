@@ -289,7 +289,7 @@ class _Work:
     def _bytes(self, update: Update | None, delta: Delta) -> int:
         if update is None:
             return 4 * delta.fused.numel() if isinstance(self.adapter, FineTune) else 0
-        size = {"exact": 4, "fp32": 4, "int8": 1, "int8-all": 1}.get(self.storage, 2)
+        size = {"exact": 4, "fp32": 4, "fp16": 2, "bf16": 2}.get(self.storage, 1)
         total = 0
         for values, scale, levels in update.stored():
             rows, length = values.shape

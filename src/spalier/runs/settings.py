@@ -126,7 +126,7 @@ class Settings:
 
     Args: Output
         name: what task files are called, before the density; by default the data's name.
-        storage: how task files are stored: exact, fp32, fp16, bf16, int8 or int8-all.
+        storage: how task files are stored: exact, fp32, fp16, bf16, int8, int8-all or int4-head.
         checkpoint_seconds: how much work may be lost at most when a run is killed.
         trackers: names that Accelerate knows; auto is TensorBoard where it is installed.
 
@@ -210,7 +210,7 @@ class Settings:
     seed: int = 0
 
     name: str = BY_RECIPE
-    storage: Literal["exact", "fp32", "fp16", "bf16", "int8", "int8-all"] = BY_RECIPE
+    storage: Literal["exact", "fp32", "fp16", "bf16", "int8", "int8-all", "int4-head"] = BY_RECIPE
     checkpoint_seconds: float = 60.0
     trackers: tuple[str, ...] = ("auto",)
 

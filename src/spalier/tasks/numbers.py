@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spalier.adapters.codes import Bytes, codes_of, pack
+from spalier.adapters.codes import Bytes, are_codes, codes_of, pack, packed_size, top, unpack
 from spalier.adapters.kinds import Stored
 from spalier.errors import TaskFileError
 from spalier.tasks.format import deflate, inflate, largest, quoted
@@ -21,8 +21,11 @@ from spalier.tasks.rows import Matrix
 
 MAX_RATIO = 16
 """How many times longer deflated codes may become, so that a small file cannot take much memory."""
-BYTE_LEVELS = 255
-"""Of codes that have a byte each, as ``int8`` stores them."""
+BYTE_LEVELS, HEAD_LEVELS = 255, 15
+"""Of codes that have a byte each, as ``int8`` stores them, and of heads with two in a byte."""
+
+
+Shapes = Sequence[tuple[int, ...]]
 
 
 def assembled(stored: Iterable[Stored]) -> dict[str, Any]:
@@ -65,15 +68,16 @@ def as_numbers(matrix: Stored) -> Stored:
     return Stored(matrix.values * wide[:, None])
 
 
-def values_in_bytes(values: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:
+def values_in_bytes(values: Tensor, shapes: Shapes, levels: Sequence[int] = ()) -> Tensor:
     """A task's own values as 8-bit integers, behind a byte for the scale of each vector or row.
 
     Where all numbers of a row are positive and most or some are small, as running variances are, their roots are what
     is stored, and the scale's highest bit is set: a small variance that became zero would make its channel explode.
+    With ``levels`` for each shape, integers of fewer than 255 are packed.
     """
     codes: list[Tensor] = []
     found: list[Tensor] = []
-    sizes = _rows(shapes)
+    sizes, levels = _rows(shapes), levels or [BYTE_LEVELS] * len(shapes)
     for part, (rows, length) in zip(values.float().split([r * n for r, n in sizes]), sizes, strict=True):
         row = part.view(rows, length)
         most = row.abs().amax(1)
@@ -83,32 +87,55 @@ def values_in_bytes(values: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor
     if not found:
         return torch.empty(0, dtype=torch.int8, device="cpu")
     joined = torch.cat(found)
-    # the smallest scale that rounds no number to more than 127: what was read is written again as it was
-    marks = _steps_below(joined.abs().double() * (127 / 127.5), _VALUES, torch.ceil)
+    # the smallest scale that rounds no number to more than the largest integer: what was read is written as it was
+    tops = torch.repeat_interleave(torch.tensor([top(n) for n in levels]), torch.tensor([rows for rows, _ in sizes]))
+    marks = _steps_below(joined.abs().double() * (tops / (tops + 0.5)), _VALUES, torch.ceil)
     wide = torch.from_numpy(_scales_of(marks.numpy(), _VALUES))
-    each = zip(codes, wide.split([rows for rows, _ in sizes]), strict=True)
-    shown = [(part * (127 / scale.clamp(min=1e-38))[:, None]).round().clamp(-127, 127) for part, scale in each]
+    stored = [marks.view(torch.int8)]
     marks[2:] |= (joined < 0).to(torch.uint8) << 7
-    return torch.cat([marks.view(torch.int8), *(part.to(torch.int8).flatten() for part in shown)])
+    for part, scale, each in zip(codes, wide.split([rows for rows, _ in sizes]), levels, strict=True):
+        shown = (part * (top(each) / scale.clamp(min=1e-38))[:, None]).round().clamp(-top(each), top(each))
+        is_byte = each == BYTE_LEVELS
+        stored.append(
+            shown.to(torch.int8).flatten() if is_byte else torch.from_numpy(pack(shown, each)).view(torch.int8)
+        )
+    return torch.cat(stored)
 
 
-def values_of_bytes(data: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:
+def values_of_bytes(data: Tensor, shapes: Shapes, levels: Sequence[int] = ()) -> Tensor:
     """The numbers that `values_in_bytes` stored."""
-    front, count = bytes_of_values(shapes)
+    front, count = bytes_of_values(shapes, levels)
     if data.numel() != front + count:
         raise TaskFileError("sizes", f"values has {data.numel():,} bytes, the table says {front + count:,}")
     if not front:
         return torch.empty(0, device="cpu")
     marks, codes = data.numpy()[:front].view(np.uint8), data.numpy()[front:]
-    if codes.min() == -128:
-        raise TaskFileError("codes", "values hold the integer -128, expected -127 to 127")
     rows, each = zip(*_rows(shapes), strict=True)
     lengths = np.repeat(each, rows)
-    numbers = codes.astype(np.float32) / np.float32(127)
+    tops: Any = np.float32(127)
+    if levels:
+        codes, tops = _unpacked(codes, shapes, levels), np.repeat(np.repeat([top(n) for n in levels], rows), lengths)
+    if codes.min() == -128:
+        raise TaskFileError("codes", "values hold the integer -128, expected -127 to 127")
+    numbers = codes.astype(np.float32) / tops.astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found afterwards
         numbers *= np.repeat(_scales_of(marks, _VALUES), lengths)
         np.square(numbers, out=numbers, where=np.repeat(marks[2:] > 127, lengths))
     return torch.from_numpy(numbers)
+
+
+def _unpacked(data: Any, shapes: Shapes, levels: Sequence[int]) -> Any:
+    """Integers that have a byte each, whether they were packed or not."""
+    found: list[Any] = []
+    for shape, each in zip(shapes, levels, strict=True):
+        size = packed_size(math.prod(shape), each)
+        part, data = data[:size], data[size:]
+        if each != BYTE_LEVELS:
+            if not are_codes(part.view(np.uint8), math.prod(shape), each):
+                raise TaskFileError("codes", f"values of {each} levels hold digits that these do not have")
+            part = unpack(part.view(np.uint8), math.prod(shape), each, np.int8)
+        found.append(part)
+    return np.concatenate(found)
 
 
 # scales in a byte: how many steps of an octave they lie below the largest, whose own steps are in front
@@ -148,13 +175,14 @@ def scales_of_bytes(data: Tensor) -> Tensor:
     return torch.from_numpy(_scales_of(data.numpy(), _CODES))
 
 
-def bytes_of_values(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int]:
+def bytes_of_values(shapes: Shapes, levels: Sequence[int] = ()) -> tuple[int, int]:
     """How many bytes the scales of values of these shapes have, and their numbers."""
     rows = sum(rows for rows, _ in _rows(shapes))
-    return rows + 2 if rows else 0, sum(map(math.prod, shapes))
+    sizes = map(packed_size, map(math.prod, shapes), levels or [BYTE_LEVELS] * len(shapes))
+    return rows + 2 if rows else 0, sum(sizes)
 
 
-def _rows(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
+def _rows(shapes: Shapes) -> list[tuple[int, int]]:
     """Rows and their lengths: a vector is one row. What is empty has none."""
     found = [(shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape)) for shape in shapes]
     return [(rows, length) if length else (0, 0) for rows, length in found]
@@ -178,7 +206,7 @@ def cast_scales(scales: Tensor, dtype: torch.dtype, shapes: Sequence[Matrix], *,
     """
     if in_bytes and scales.numel():
         made = scales_of_bytes(scales_in_bytes(scales))
-        if _are_near(made, scales, shapes):
+        if _are_near(made, scales, shapes, _OFF):
             return made
     made = cast(scales, dtype, "scales of codes")
     if dtype != torch.float16 or not scales.numel() or _are_near(made, scales, shapes):
@@ -186,12 +214,16 @@ def cast_scales(scales: Tensor, dtype: torch.dtype, shapes: Sequence[Matrix], *,
     return cast(scales, torch.float32, "scales of codes")
 
 
-def _are_near(made: Tensor, scales: Tensor, shapes: Sequence[Matrix]) -> bool:
-    """Whether codes move by a quarter of a step at most.
+_OFF = 0.015
+"""The share by which scales in bytes may be off, for 8-bit integers too: what they are of is only added to the base."""
+
+
+def _are_near(made: Tensor, scales: Tensor, shapes: Sequence[Matrix], least: float = 0.0) -> bool:
+    """Whether codes move by a quarter of a step at most, or by the least share.
 
     The fewer levels codes have, the less their scales matter. Those that are next to nothing beside the others do not.
     """
-    allowed = torch.cat([torch.full((shape.scales,), 0.25 / (shape.levels or 1)) for shape in shapes])
+    allowed = torch.cat([torch.full((shape.scales,), max(0.25 / (shape.levels or 1), least)) for shape in shapes])
     allowed = (allowed * scales.abs()).clamp(min=1e-4 * largest(scales) * float(allowed.min()))
     return bool(((made.float() - scales.float()).abs() <= allowed).all())
 

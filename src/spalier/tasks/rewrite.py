@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,10 +35,14 @@ def rewritten(task: Task, sources: Sources, settings: Mapping[str, Any], base: M
     rows: list[Row] = []
     stored: list[Stored] = []
     values: list[Tensor] = []
+    integers, counts = [], iter(task.integers)
     # a row for each tensor
     for row in (replace(several, keys=(key,)) for several in task.table.rows for key in several.keys):
         (name,) = row.names
         source, numbers = sources.get(name, (row.source, None))
+        if row.source == "integers":
+            found = [next(counts) for _ in range(math.prod(row.shape))]
+            integers += found if source == "integers" else []
         if source == "base" and not any(row.axes):
             continue  # it is the base's as it is
         rows.append(replace(row, source=source))
@@ -52,7 +57,7 @@ def rewritten(task: Task, sources: Sources, settings: Mapping[str, Any], base: M
     fingerprint = Fingerprint(task.info.base.architecture, values_digest(taken))
     info = replace(task.info, adapter=dict(settings), base=fingerprint)
     held: dict[str, Any] = {**assembled(stored), "values": torch.cat(values) if values else task.values[:0]}
-    return replace(task, info=info, table=made, **held)
+    return replace(task, info=info, table=made, integers=tuple(integers), **held)
 
 
 def _own(task: Task) -> dict[str, Tensor]:
@@ -87,6 +92,8 @@ def base_norms(task: Task, owners: Mapping[str, list[Owner]], base: Mapping[str,
         off, squared = (bias - second) / weight, (deviation * ratio) ** 2 - norm.eps
         if bool(((ratio > 1 / _ALIKE) & (ratio < _ALIKE) & (off.abs() < _ALIKE) & (squared > 0)).all()):
             found |= dict.fromkeys(names[:2], ("base", None))
+            if norm.momentum is not None:  # else means go on from how many batches there were
+                found[f"{path}.num_batches_tracked"] = "base", None
             moved = {names[2]: mean - off * deviation, names[3]: squared}
             found |= {name: ("values", values.to(own[name])) for name, values in moved.items()}
     return found

@@ -36,15 +36,16 @@ if TYPE_CHECKING:
     from spalier.structure.structure import Structure
     from spalier.tasks.store import StorageCosts
 
-Storage = Literal["exact", "fp32", "fp16", "bf16", "int8", "int8-all"]
+Storage = Literal["exact", "fp32", "fp16", "bf16", "int8", "int8-all", "int4-head"]
 """How numbers are stored: as they are, in 32 or 16 bits, or as 8-bit integers with a scale for each row: those of
-adapters, or norms and head too.
+adapters, or norms and head too, or the head in 4 bits.
 
 Codes are stored as they are in all of them; these are about their scales.
 """
 STORAGES: tuple[Storage, ...] = get_args(Storage)
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_IN_BYTES = ("int8", "int8-all")
+_SMALL = ("int8-all", "int4-head")
+_IN_BYTES = ("int8", *_SMALL)
 _NEEDED = {"name", "adapter", "base", "density", "learned", "storage"}
 
 
@@ -327,7 +328,8 @@ class Task(InNotebooks):
         """The task as it is after it has been stored so: ``"fp16"``, ``"bf16"``, ``"int8"`` lose precision.
 
         ``"int8"`` stores adapters as integers with a scale for each row, and the rest in half precision;
-        ``"int8-all"`` stores all numbers so.
+        ``"int8-all"`` stores all numbers so, and ``"int4-head"`` the weights of heads in 4 bits: for small networks,
+        whose head is a large part of the file.
         """
         if storage not in STORAGES:
             raise ConfigError(f"storage is {storage!r}, expected one of {', '.join(map(repr, STORAGES))}")
@@ -340,14 +342,14 @@ class Task(InNotebooks):
         if storage == "exact":
             return task
         dtype = _DTYPES.get(storage, torch.float16)
-        if storage == "int8-all":
-            values = numbers.values_of_bytes(numbers.values_in_bytes(task.values, self._own_shapes), self._own_shapes)
+        if storage in _SMALL:
+            values = numbers.values_of_bytes(numbers.values_in_bytes(task.values, *task._own_shapes), *task._own_shapes)
         else:
             values = numbers.cast(task.values, dtype, "norms or head")
         return replace(
             task,
             adapters=numbers.cast(task.adapters, dtype, "adapters"),
-            scales=numbers.cast_scales(task.scales, dtype, task.adapter_shapes, in_bytes=storage == "int8-all"),
+            scales=numbers.cast_scales(task.scales, dtype, task.adapter_shapes, in_bytes=storage in _SMALL),
             values=values,
         )
 
@@ -364,9 +366,9 @@ class Task(InNotebooks):
         description = {**task.info.to_dict(), "table": length}
         if task.scales.numel():
             tensors["scales"] = task.scales
-        is_small = task.info.storage == "int8-all"
+        is_small = task.info.storage in _SMALL
         if is_small:
-            tensors["values"] = numbers.values_in_bytes(task.values, task._own_shapes)
+            tensors["values"] = numbers.values_in_bytes(task.values, *task._own_shapes)
         if is_small and task.scales.numel():
             small = numbers.scales_in_bytes(task.scales)
             if torch.equal(numbers.scales_of_bytes(small), task.scales.float()):
@@ -466,9 +468,12 @@ class Task(InNotebooks):
                 yield matrix if isinstance(row.source, Delta) else numbers.as_numbers(matrix)
 
     @property
-    def _own_shapes(self) -> list[tuple[int, ...]]:
-        """What is left of each tensor whose values are the task's own."""
-        return [cut.shape for row, cut in self.cut_rows if row.source == "values" for _ in row.keys]
+    def _own_shapes(self) -> tuple[list[tuple[int, ...]], list[int]]:
+        """What is left of each tensor whose values are the task's own, and its levels where heads are packed."""
+        rows = [(row, cut.shape) for row, cut in self.cut_rows if row.source == "values" for _ in row.keys]
+        shapes, heads = [shape for _, shape in rows], set(self.table.heads if self.info.storage == "int4-head" else ())
+        coarse = [row.path in heads and len(shape) > 1 for row, shape in rows]
+        return shapes, [numbers.HEAD_LEVELS if each else numbers.BYTE_LEVELS for each in coarse] if any(coarse) else []
 
     def _check_numbers(self) -> None:
         """Refuse numbers that the table has no place for, or that are not finite."""
@@ -477,7 +482,7 @@ class Task(InNotebooks):
             "adapters": sum(shape.numel for shape in shapes if not shape.levels),
             "codes": self._bytes_of_codes,
             "scales": sum(shape.scales for shape in shapes),
-            "values": sum(map(math.prod, self._own_shapes)),
+            "values": sum(map(math.prod, self._own_shapes[0])),
         }
         for name, expected in sizes.items():
             tensor: Tensor = getattr(self, name)
@@ -514,7 +519,7 @@ def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
         _check_version_1(info, tensors)
     elif held["adapters"].dtype == torch.int8:
         raise TaskFileError("dtype", "adapters is I8, expected floating point in format 2, whose codes are apart")
-    is_small, in_bytes_now = version > 1 and info.storage == "int8-all", tensors["values"].dtype == torch.int8
+    is_small, in_bytes_now = version > 1 and info.storage in _SMALL, tensors["values"].dtype == torch.int8
     if in_bytes_now != is_small:
         raise TaskFileError("dtype", f"values are {'' if in_bytes_now else 'not '}I8, with the storage {info.storage}")
     if held["scales"].dtype == torch.uint8:
@@ -531,7 +536,7 @@ def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
     if length_of_codes is not None:
         vars(task)["codes"] = numbers.inflated(task.codes, length_of_codes, task._bytes_of_codes)
     if in_bytes_now:
-        vars(task)["values"] = numbers.values_of_bytes(tensors["values"], task._own_shapes)
+        vars(task)["values"] = numbers.values_of_bytes(tensors["values"], *task._own_shapes)
     task._check_numbers()
     return task
 
@@ -542,7 +547,7 @@ def _check_version_1(info: TaskInfo, tensors: Mapping[str, Tensor]) -> None:
         raise TaskFileError("tensors", "the file holds 'codes', which format 1 does not have")
     if "scales" in tensors and tensors["scales"].dtype != torch.float32:
         raise TaskFileError("dtype", "scales are not F32, as format 1 has them")
-    if (tensors["adapters"].dtype == torch.int8) != (info.storage == "int8") or info.storage == "int8-all":
+    if (tensors["adapters"].dtype == torch.int8) != (info.storage == "int8") or info.storage in _SMALL:
         raise TaskFileError("metadata", f"the storage is said to be {info.storage}, and is not")
 
 
