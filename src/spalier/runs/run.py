@@ -359,14 +359,8 @@ def _with_classes(config: Settings, data: Data) -> Data:
 
 
 def _open_network(config: Settings, data: Data) -> nn.Module:
-    net = open_network(
-        config.network,
-        classes=len(data.classes),
-        weights=config.weights,
-        pretrained=config.pretrained,
-        seed=config.seed,
-        **config.network_options,
-    )
+    said = {name: getattr(config, name) for name in ("weights", "pretrained", "seed")}
+    net = open_network(config.network, classes=len(data.classes), **said, **config.network_options)
     _check_order(net, data)
     name_classes_(net, data.classes)
     return net
