@@ -15,16 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spalier.cli.console import Console, command
-from spalier.cli.opening import (
-    SUFFIX,
-    base_options,
-    load_task,
-    one_file,
-    open_base,
-    run_beside,
-    run_in,
-    tokenizer_of,
-)
+from spalier.cli.opening import SUFFIX, base_options, load_task, one_file, open_base, run_beside, run_in, tokenizer_of
 from spalier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -152,15 +143,9 @@ def serve_here(
         LOG.info("%s is served at %s (page), %sdocs (interface); Ctrl-C ends it", store, address, address)
         if show and sys.stdout.isatty():
             click.launch(address)
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            limit_concurrency=16 * limits.queue,
-            timeout_graceful_shutdown=int(limits.seconds) + 1,
-        )
-        uvicorn.Server(config).run([listening])
+        logs = {"log_config": None, "access_log": False, "server_header": False}
+        most = {"limit_concurrency": 16 * limits.queue, "timeout_graceful_shutdown": int(limits.seconds) + 1}
+        uvicorn.Server(uvicorn.Config(app, **logs, **most)).run([listening])
 
 
 def _listen(host: str, port: int) -> socket.socket:

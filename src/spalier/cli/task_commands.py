@@ -302,6 +302,7 @@ def _checked_out(out: str, known: Sequence[str], *read: str | None) -> str:
 
 # export: a file is written, run by its runtime, and compared with PyTorch
 
+EXPORT_OUT = "A .onnx, .pt2 (torch.export) or .pte (ExecuTorch) file; with --to a folder."
 TOLERANCE = 1e-3
 """How far outputs of a runtime may be from PyTorch's, as a share of the largest."""
 
@@ -309,13 +310,7 @@ TOLERANCE = 1e-3
 @command(group=task)
 @click.argument("tasks", nargs=-1, required=True, metavar="TASK...")
 @base_options
-@click.option(
-    "--out",
-    "-o",
-    required=True,
-    type=click.Path(),
-    help="A .onnx, .pt2 (torch.export) or .pte (ExecuTorch) file; with --to a folder.",
-)
+@click.option("--out", "-o", required=True, type=click.Path(), help=EXPORT_OUT)
 @click.option("--to", type=click.Choice(["onnx", "torch.export", "executorch"]), help="Write all tasks into a folder.")
 @click.option("--shape", help="The shape of one input, or how many tokens; by default the task's.")
 @click.option("--fold/--no-fold", default=True, help="Fold batch norms into the layers before them.")
