@@ -18,7 +18,7 @@ import click
 
 import spalier
 from spalier.cli import opening
-from spalier.cli.console import EXISTING_FOLDER, FILE, FOLDER, Console, command
+from spalier.cli.console import EXISTING_FOLDER, FILE, FOLDER, Console, Texts, command
 from spalier.cli.opening import SUFFIX, base_options, example_of, load_task, network_options, one_file, open_base
 from spalier.errors import NetworkError, TaskFileError
 
@@ -79,7 +79,7 @@ def info(console: Console, task: str) -> None:
 @command(group=task)
 @click.argument("tasks", nargs=-1, required=True, metavar="TASK...")
 @base_options
-def verify(console: Console, tasks: tuple[str, ...], base: str | None, **network: Any) -> int:
+def verify(console: Console, tasks: Texts, base: str | None, **network: Any) -> int:
     """Read files to the last byte; with --base, see that its values are those they were learned on, and build them.
 
     The exit code is 3 where one is not sound.
@@ -314,7 +314,7 @@ TOLERANCE = 1e-3
 @click.option("--to", type=click.Choice(["onnx", "torch.export", "executorch"]), help="Write all tasks into a folder.")
 @click.option("--shape", help="The shape of one input, or how many tokens; by default the task's.")
 @click.option("--fold/--no-fold", default=True, help="Fold batch norms into the layers before them.")
-def export(console: Console, tasks: tuple[str, ...], base: str | None, out: str, to: str | None, **options: Any) -> int:
+def export(console: Console, tasks: Texts, base: str | None, out: str, to: str | None, **options: Any) -> int:
     """Write tasks' networks in a form for other runtimes, run them there, and compare.
 
     The batch is free in .onnx and .pt2, and the number of tokens too; in .pte both are fixed, the batch to 1. An .onnx
