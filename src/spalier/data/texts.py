@@ -362,12 +362,11 @@ def _column_of(where: str, columns: list[str], wanted: str | None, usual: Sequen
 
 
 def _table(file: Path, text: str, problems: list[BadFile]) -> Iterator[tuple[int, dict[str, Any]]]:
-    header = text.partition("\n")[0]
+    header, lines = text.partition("\n")[0], io.StringIO(text, newline="")
     is_tabs = file.suffix.lower() == ".tsv"
     delimiter = "\t" if is_tabs else max(",;\t", key=header.count)
     # in TSV a quotation mark is a character like any other
-    quoting = csv.QUOTE_NONE if is_tabs else csv.QUOTE_MINIMAL
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting)
+    reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE if is_tabs else csv.QUOTE_MINIMAL)
     try:
         names = next(reader, [])
         for cells in reader:
