@@ -104,8 +104,8 @@ def open_base(
             f"{base}/run.yaml names the weights {run.weights}, and there is no such file here; pass --weights"
         )
     classes, pretrained = classes or _class_count(Path(base)), weights is None and (pretrained or run.pretrained)
-    said: dict[str, Any] = {"weights": weights or run.weights, "seed": run.seed, **run.network_options}
-    return open_network(run.network, classes=classes, pretrained=pretrained, **said)
+    said: dict[str, Any] = {"weights": weights or run.weights, "seed": run.seed}
+    return open_network(run.network, classes=classes, pretrained=pretrained, **said, **run.network_options)
 
 
 def tokenizer_name(base: str, net: nn.Module) -> str | None:
