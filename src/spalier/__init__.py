@@ -29,43 +29,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-__all__ = [
-    "ByLayer",
-    "FineTune",
-    "LoRA",
-    "Plan",
-    "Recovery",
-    "SPDelta",
-    "SPLoRA",
-    "SPPaRA",
-    "Schedule",
-    "Scores",
-    "Store",
-    "Structure",
-    "Sweep",
-    "Switcher",
-    "Task",
-    "TransferPruning",
-    "adapt",
-    "attach_",
-    "bench",
-    "count",
-    "criteria",
-    "detach_",
-    "errors",
-    "fuse",
-    "kept_units",
-    "load",
-    "models",
-    "print_trainable_parameters",
-    "prune_",
-    "refit_",
-    "report",
-    "resizes",
-    "score",
-    "select",
-    "trace",
-]
+__all__ = ["ByLayer", "FineTune", "LoRA", "Plan", "Recovery", "SPDelta", "SPLoRA", "SPPaRA", "Schedule", "Scores"]
+__all__ += ["Store", "Structure", "Sweep", "Switcher", "Task", "TransferPruning"]
+__all__ += ["adapt", "attach_", "bench", "count", "detach_", "fuse", "kept_units", "load", "print_trainable_parameters"]
+__all__ += ["prune_", "refit_", "report", "resizes", "score", "select", "trace"]
+__all__ += ["criteria", "errors", "models"]
 
 # everything is imported when it is first asked for: the command line answers before torch is there
 _BY_MODULE = {

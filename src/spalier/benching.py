@@ -170,14 +170,10 @@ class Benchmark(InNotebooks):
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data, every round included."""
-        return {
-            "machine": dict(self.machine),
-            "rounds": self.rounds,
-            "confidence": CONFIDENCE,
-            "notes": list(self.notes),
-            "timings": [timing.to_dict() for timing in self.timings],
-            "comparisons": [comparison.to_dict() for comparison in self.comparisons],
-        }
+        how = {"machine": dict(self.machine), "rounds": self.rounds, "confidence": CONFIDENCE}
+        timings = [timing.to_dict() for timing in self.timings]
+        comparisons = [comparison.to_dict() for comparison in self.comparisons]
+        return {**how, "notes": list(self.notes), "timings": timings, "comparisons": comparisons}
 
     def __str__(self) -> str:
         machine = ", ".join(f"{key} {value}" for key, value in self.machine.items())

@@ -21,6 +21,8 @@ from spalier.errors import ExampleError
 from spalier.structure.graph import arguments, as_base, computes_weights, hooked
 from spalier.text import InNotebooks, table
 
+ByModule = dict[nn.Module, int]
+
 
 @dataclass(frozen=True)
 class ModuleCount:
@@ -119,9 +121,7 @@ def print_trainable_parameters(net: nn.Module) -> None:
     print(f"trainable params: {found.learned:,} || all params: {found.parameters:,} || trainable%: {share:.2f}")
 
 
-def _by_module(
-    net: nn.Module, macs: dict[nn.Module, int], normed: dict[nn.Module, int], samples: int | None
-) -> tuple[ModuleCount, ...]:
+def _by_module(net: nn.Module, macs: ByModule, normed: ByModule, samples: int | None) -> tuple[ModuleCount, ...]:
     counted: set[int] = set()
     inside = {m for layer in net.modules() for u in updates(layer).values() for m in u.modules()}
     rows = []
@@ -149,14 +149,12 @@ def _uncounted(counted: set[int], tensors: list[Tensor]) -> list[Tensor]:
     return fresh
 
 
-def _computed(
-    net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[dict[nn.Module, int], dict[nn.Module, int]]:
+def _computed(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ByModule, ByModule]:
     """MACs, and elements that leave a batch norm, by the innermost module that computes them."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    macs: dict[nn.Module, int] = {}
-    normed: dict[nn.Module, int] = {}
+    macs: ByModule = {}
+    normed: ByModule = {}
     counter = FlopCounterMode(display=False, custom_mapping=_formulas())
     narrow = _Narrow()
     with _countable(net), narrow, counter:

@@ -332,13 +332,8 @@ def _is_bare(name: str) -> bool:
 
 
 def _loading(config: Any) -> dict[str, Any]:
-    return {
-        "config": config,
-        "use_safetensors": True,
-        "ignore_mismatched_sizes": True,
-        "output_loading_info": True,
-        "dtype": torch.float32,
-    }
+    wanted = dict.fromkeys(("use_safetensors", "ignore_mismatched_sizes", "output_loading_info"), True)
+    return {"config": config, "dtype": torch.float32, **wanted}
 
 
 def _check_loaded(name: str, net: nn.Module, info: Mapping[str, Any]) -> None:

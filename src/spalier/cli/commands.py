@@ -15,7 +15,7 @@ import click
 
 import spalier
 from spalier.cli import opening
-from spalier.cli.console import EXISTING_FILE, EXISTING_FOLDER, FILE, FOLDER, Console, command
+from spalier.cli.console import EXISTING_FILE, EXISTING_FOLDER, FILE, FOLDER, Console, Texts, command
 from spalier.cli.opening import base_options, network_options, open_base, settings_option
 from spalier.errors import DataError
 
@@ -103,9 +103,7 @@ def trace(console: Console, network: str, shape: str, **options: Any) -> None:
 @click.option("--seed", type=int, help="Of everything random.")
 @settings_option
 @opening.settings_list_option
-def train(
-    console: Console, config: str | None, folder: str, settings: tuple[str, ...], rank: str | None, **named: Any
-) -> None:
+def train(console: Console, config: str | None, folder: str, settings: Texts, rank: str | None, **named: Any) -> None:
     """Learn a task: train, score, prune and recover.
 
     This goes on down to the last density. Settings come from a YAML or TOML file CONFIG, from options, or both. A
@@ -141,9 +139,7 @@ def train(
 @click.option("--jobs", type=click.IntRange(1), default=1, help="How many runs at once on this machine.")
 @click.option("--place", type=click.Choice(["local", "ray"]), default="local", help="Here, or on a Ray cluster.")
 @click.option("--threads", type=click.IntRange(1), help="Of each run.")
-def sweep(
-    console: Console, config: str, folder: str, settings: tuple[str, ...], over: tuple[str, ...], **options: Any
-) -> int:
+def sweep(console: Console, config: str, folder: str, settings: Texts, over: Texts, **options: Any) -> int:
     """Carry many runs out and bring their rows together.
 
     CONFIG is a run's file, with --over, or a sweep's file with `base` and `over`. Runs that fail are listed at the end;
@@ -180,7 +176,7 @@ def sweep(
 @click.option("--data-folder", type=FOLDER, help="Where data sets lie.")
 @click.option("--part", type=click.Choice(["test", "validation", "train"]), default="test", help="Which samples.")
 @click.option("--image-size", type=click.IntRange(1), help="The side of the images; by default the task's.")
-def eval_(console: Console, tasks: tuple[str, ...], base: str | None, part: str, **options: Any) -> None:
+def eval_(console: Console, tasks: Texts, base: str | None, part: str, **options: Any) -> None:
     """Build tasks and measure their accuracy.
 
     TASK is a task file, a folder of them, or a run. The classes of each task say which samples count.
@@ -262,7 +258,7 @@ def _evaluate(net: nn.Module, data: Data, part: str) -> Evaluation:
 @click.option("--fold", is_flag=True, help="Fold the tasks' batch norms.")
 @click.option("--shape", help="The shape of one input, or how many tokens; by default the tasks'.")
 def bench(
-    console: Console, base: str, tasks: tuple[str, ...], batch: str, backends: str, shape: str | None, **others: Any
+    console: Console, base: str, tasks: Texts, batch: str, backends: str, shape: str | None, **others: Any
 ) -> None:
     """Measure latency and throughput of a base and its tasks, in turns.
 

@@ -18,6 +18,8 @@ from typing import Any, TextIO
 
 import click
 
+Texts = tuple[str, ...]
+"""What is given for an argument or option that may be repeated."""
 FILE, FOLDER = click.Path(dir_okay=False), click.Path(file_okay=False)
 EXISTING_FILE, EXISTING_FOLDER = (click.Path(exists=True, dir_okay=False), click.Path(exists=True, file_okay=False))
 JSON = click.Option(["--json"], is_flag=True, expose_value=False, help="Print one JSON document instead of text.")

@@ -103,14 +103,9 @@ def open_base(
         raise WeightsError(
             f"{base}/run.yaml names the weights {run.weights}, and there is no such file here; pass --weights"
         )
-    return open_network(
-        run.network,
-        classes=classes or _class_count(Path(base)),
-        weights=weights or run.weights,
-        pretrained=weights is None and (pretrained or run.pretrained),
-        seed=run.seed,
-        **run.network_options,
-    )
+    classes, pretrained = classes or _class_count(Path(base)), weights is None and (pretrained or run.pretrained)
+    said: dict[str, Any] = {"weights": weights or run.weights, "seed": run.seed}
+    return open_network(run.network, classes=classes, pretrained=pretrained, **said, **run.network_options)
 
 
 def tokenizer_name(base: str, net: nn.Module) -> str | None:

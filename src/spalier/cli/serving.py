@@ -14,17 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spalier.cli.console import Console, command
-from spalier.cli.opening import (
-    SUFFIX,
-    base_options,
-    load_task,
-    one_file,
-    open_base,
-    run_beside,
-    run_in,
-    tokenizer_of,
-)
+from spalier.cli.console import Console, Texts, command
+from spalier.cli.opening import SUFFIX, base_options, load_task, one_file, open_base, run_beside, run_in, tokenizer_of
 from spalier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +32,7 @@ LOG = logging.getLogger("spalier.serve")
 @click.argument("inputs", nargs=-1, required=True, metavar="IMAGE|TEXT...")
 @base_options
 @click.option("--top", type=click.IntRange(1), default=3, help="How many classes to show of each.")
-def predict(console: Console, task: str, inputs: tuple[str, ...], base: str | None, top: int, **network: Any) -> None:
+def predict(console: Console, task: str, inputs: Texts, base: str | None, top: int, **network: Any) -> None:
     """What a task says of images or texts: classes with their probabilities.
 
     Images are prepared as the task's run prepared them.
@@ -152,15 +143,9 @@ def serve_here(
         LOG.info("%s is served at %s (page), %sdocs (interface); Ctrl-C ends it", store, address, address)
         if show and sys.stdout.isatty():
             click.launch(address)
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            limit_concurrency=16 * limits.queue,
-            timeout_graceful_shutdown=int(limits.seconds) + 1,
-        )
-        uvicorn.Server(config).run([listening])
+        logs = {"log_config": None, "access_log": False, "server_header": False}
+        most = {"limit_concurrency": 16 * limits.queue, "timeout_graceful_shutdown": int(limits.seconds) + 1}
+        uvicorn.Server(uvicorn.Config(app, **logs, **most)).run([listening])
 
 
 def _listen(host: str, port: int) -> socket.socket:

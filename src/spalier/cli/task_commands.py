@@ -18,7 +18,7 @@ import click
 
 import spalier
 from spalier.cli import opening
-from spalier.cli.console import EXISTING_FOLDER, FILE, FOLDER, Console, command
+from spalier.cli.console import EXISTING_FOLDER, FILE, FOLDER, Console, Texts, command
 from spalier.cli.opening import SUFFIX, base_options, example_of, load_task, network_options, one_file, open_base
 from spalier.errors import NetworkError, TaskFileError
 
@@ -79,7 +79,7 @@ def info(console: Console, task: str) -> None:
 @command(group=task)
 @click.argument("tasks", nargs=-1, required=True, metavar="TASK...")
 @base_options
-def verify(console: Console, tasks: tuple[str, ...], base: str | None, **network: Any) -> int:
+def verify(console: Console, tasks: Texts, base: str | None, **network: Any) -> int:
     """Read files to the last byte; with --base, see that its values are those they were learned on, and build them.
 
     The exit code is 3 where one is not sound.
@@ -302,6 +302,7 @@ def _checked_out(out: str, known: Sequence[str], *read: str | None) -> str:
 
 # export: a file is written, run by its runtime, and compared with PyTorch
 
+EXPORT_OUT = "A .onnx, .pt2 (torch.export) or .pte (ExecuTorch) file; with --to a folder."
 TOLERANCE = 1e-3
 """How far outputs of a runtime may be from PyTorch's, as a share of the largest."""
 
@@ -309,17 +310,11 @@ TOLERANCE = 1e-3
 @command(group=task)
 @click.argument("tasks", nargs=-1, required=True, metavar="TASK...")
 @base_options
-@click.option(
-    "--out",
-    "-o",
-    required=True,
-    type=click.Path(),
-    help="A .onnx, .pt2 (torch.export) or .pte (ExecuTorch) file; with --to a folder.",
-)
+@click.option("--out", "-o", required=True, type=click.Path(), help=EXPORT_OUT)
 @click.option("--to", type=click.Choice(["onnx", "torch.export", "executorch"]), help="Write all tasks into a folder.")
 @click.option("--shape", help="The shape of one input, or how many tokens; by default the task's.")
 @click.option("--fold/--no-fold", default=True, help="Fold batch norms into the layers before them.")
-def export(console: Console, tasks: tuple[str, ...], base: str | None, out: str, to: str | None, **options: Any) -> int:
+def export(console: Console, tasks: Texts, base: str | None, out: str, to: str | None, **options: Any) -> int:
     """Write tasks' networks in a form for other runtimes, run them there, and compare.
 
     The batch is free in .onnx and .pt2, and the number of tokens too; in .pte both are fixed, the batch to 1. An .onnx

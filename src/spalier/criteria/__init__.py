@@ -16,20 +16,5 @@ from spalier.criteria.lrp import LRP
 from spalier.criteria.probe import Probe
 from spalier.criteria.score import CRITERIA, Scores, score
 
-__all__ = [
-    "CRITERIA",
-    "LRP",
-    "ActivationCriterion",
-    "Criterion",
-    "Gradient",
-    "Magnitude",
-    "Movement",
-    "Probe",
-    "Random",
-    "Scores",
-    "SecondOrder",
-    "Taylor",
-    "Weight",
-    "WeightCriterion",
-    "score",
-]
+__all__ = ["CRITERIA", "LRP", "ActivationCriterion", "Criterion", "Gradient", "Magnitude", "Movement", "Probe"]
+__all__ += ["Random", "Scores", "SecondOrder", "Taylor", "Weight", "WeightCriterion", "score"]

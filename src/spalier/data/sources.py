@@ -35,7 +35,7 @@ from spalier.data.images import (
     pillow,
     usual_size,
 )
-from spalier.data.texts import columns_of, find_texts, text_data, to_samples
+from spalier.data.texts import Columns, columns_of, find_texts, text_data, to_samples
 from spalier.errors import ConfigError, DataError
 from spalier.text import check_integer, first_few, import_optional, printable
 
@@ -89,9 +89,9 @@ def open_data(
     check_integer("seed", seed)
     share = check_share(validation_split)
     size = None if image_size is None else check_integer("image_size", image_size, 4)
-    limited = partial(_limited, labels=labels, classes=classes, max_train_samples=max_train_samples, seed=seed)
+    limited = partial(_limited, labels=labels, classes=classes, most=max_train_samples, seed=seed)
     if tokenizer is not None or name.startswith("text:"):
-        found = _find_texts(name, tokenizer, labels, text_column, label_column)
+        found = _find_texts(name, tokenizer, labels, (text_column, label_column))
         return text_data(name, limited(found), tokenizer or "", max_length, share, seed, skip_bad)
     root = folder or os.environ.get(_DATA_FOLDER_VARIABLE) or "data"
     samples, preprocessing = _find(name, Path(root).expanduser(), size, labels, download)
@@ -115,16 +115,14 @@ def open_data(
     )
 
 
-def _limited(
-    samples: Samples, labels: bool, classes: Sequence[str] | None, max_train_samples: int | None, seed: int
-) -> Samples:
+def _limited(samples: Samples, labels: bool, classes: Sequence[str] | None, most: int | None, seed: int) -> Samples:
     """The samples that were asked for."""
     if not labels:
         samples = replace(samples, classes=(), labels=np.full(len(samples), -1))
     if classes is not None:
         samples = samples.with_classes([classes] if isinstance(classes, str) else classes)
-    if max_train_samples is not None:
-        samples = samples.with_limit(check_integer("max_train_samples", max_train_samples, 1), seed)
+    if most is not None:
+        samples = samples.with_limit(check_integer("max_train_samples", most, 1), seed)
     return samples
 
 
@@ -146,20 +144,18 @@ def _find(name: str, folder: Path, size: int | None, labels: bool, download: boo
     )
 
 
-def _find_texts(
-    name: str, tokenizer: str | None, labels: bool, text_column: str | None, label_column: str | None
-) -> Samples:
+def _find_texts(name: str, tokenizer: str | None, labels: bool, columns: Columns) -> Samples:
     kind, _, rest = name.partition(":")
     if tokenizer is None:
         raise ConfigError(f"{printable(name)} needs the tokenizer of a network; pass tokenizer=, such as hf:NAME")
     if kind == "text" and rest:
-        return find_texts(rest, labels, text_column, label_column)
+        return find_texts(rest, labels, columns)
     if kind != "hf" or not rest:
         raise ConfigError(f"tokenizer is set, and {printable(name)} has no texts; expected text:PATH or hf:NAME")
     library = import_optional("datasets", f"hf:{printable(rest)}", DataError)
     splits = _hugging_face_splits(library, rest)
     features = splits[TRAIN].features
-    text, label = columns_of(name, list(features), text_column, label_column, labels=labels)
+    text, label = columns_of(name, list(features), *columns, labels=labels)
     classes = getattr(features[label], "names", None) if labels else None
     rows = (
         (split, f"{SPLIT_NAMES[split][0]}/{i}", words, said)

@@ -40,6 +40,8 @@ FAR_TOO_LONG = 100
 
 Row = tuple[int, str, Any, Any]
 """The split of a sample, where it was found, its text and its label."""
+Columns = tuple[str | None, str | None]
+"""The columns of texts and of classes; None for the usual one."""
 
 
 # -- a split ----------------------------------------------------------------------------------------------------------
@@ -188,30 +190,23 @@ def texts_of(
 
 def _items(split: int, given: Any) -> Iterator[Row]:
     dataset: Any = given.dataset if isinstance(given, DataLoader) else given
+    part = SPLIT_NAMES[split][0]
     for i in range(len(dataset)):
         item = dataset[i]
         if not isinstance(item, tuple | list) or len(item) != 2:
-            raise DataError(
-                f"{SPLIT_NAMES[split][0]}: sample {i} is a {type(item).__name__}, expected a pair (text, label)"
-            )
-        yield split, f"{SPLIT_NAMES[split][0]}/{i}", item[0], item[1]
+            raise DataError(f"{part}: sample {i} is a {type(item).__name__}, expected a pair (text, label)")
+        yield split, f"{part}/{i}", item[0], item[1]
 
 
 def text_data(
-    name: str,
-    samples: Samples,
-    tokenizer: str,
-    max_length: int | None,
-    validation_split: float,
-    seed: int,
-    skip_bad: bool,
+    name: str, samples: Samples, tokenizer: str, max_length: int | None, share: float, seed: int, skip_bad: bool
 ) -> Data:
     """Samples whose files are texts: tokenised, checked and split."""
     loaded = Tokenizer.load(tokenizer)
     most = loaded.limit if max_length is None else check_integer("max_length", max_length, 2)
     samples = _without_too_long(samples, most)
     samples.check(name, "texts", skip_bad)
-    samples = samples.with_validation(validation_split, seed)
+    samples = samples.with_validation(share, seed)
     texts = [file.read() for file in samples.files]
     ids, cut = loaded.encode(texts, most)
     if cut:
@@ -297,16 +292,12 @@ def _in_order(names: set[str]) -> tuple[str, ...]:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def find_texts(path: str, labels: bool, text_column: str | None, label_column: str | None) -> Samples:
+def find_texts(path: str, labels: bool, columns: Columns) -> Samples:
     """One file, or a folder of train, validation (dev) and test files: CSV, TSV or JSON lines, columns by name."""
     root = Path(path).expanduser()
     files = {TRAIN: root} if root.is_file() else _split_files(root)
     problems: list[BadFile] = []
-    rows = [
-        row
-        for split, file in files.items()
-        for row in _rows_of(file, split, labels, (text_column, label_column), problems)
-    ]
+    rows = [row for split, file in files.items() for row in _rows_of(file, split, labels, columns, problems)]
     found = to_samples(rows, labels=labels)
     return replace(found, bad=(*problems, *found.bad)).with_test()
 
@@ -330,9 +321,7 @@ def _split_files(root: Path) -> dict[int, Path]:
     return {split: several[0] for split, several in named.items() if several}
 
 
-def _rows_of(
-    file: Path, split: int, labels: bool, columns: tuple[str | None, str | None], problems: list[BadFile]
-) -> Iterator[Row]:
+def _rows_of(file: Path, split: int, labels: bool, columns: Columns, problems: list[BadFile]) -> Iterator[Row]:
     """The rows of one file; what cannot be read is noted."""
     if file.suffix.lower() not in ENDINGS:
         raise DataError(f"{printable(file)} ends in {file.suffix!r}, expected {', '.join(ENDINGS)}")
@@ -373,13 +362,11 @@ def _column_of(where: str, columns: list[str], wanted: str | None, usual: Sequen
 
 
 def _table(file: Path, text: str, problems: list[BadFile]) -> Iterator[tuple[int, dict[str, Any]]]:
-    header = text.partition("\n")[0]
+    header, lines = text.partition("\n")[0], io.StringIO(text, newline="")
     is_tabs = file.suffix.lower() == ".tsv"
     delimiter = "\t" if is_tabs else max(",;\t", key=header.count)
     # in TSV a quotation mark is a character like any other
-    reader = csv.reader(
-        io.StringIO(text, newline=""), delimiter=delimiter, quoting=csv.QUOTE_NONE if is_tabs else csv.QUOTE_MINIMAL
-    )
+    reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE if is_tabs else csv.QUOTE_MINIMAL)
     try:
         names = next(reader, [])
         for cells in reader:

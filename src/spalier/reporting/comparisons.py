@@ -244,11 +244,8 @@ def _point_marks(measure: str, each: Comparison, point: Point) -> Iterator[draw.
     """The mean of several seeds with its error bar and single runs, or the one task that there is."""
     x, y = point.mean(each.number).value, point.mean(measure)
     shown: draw.Format = short_number if each.measure else lambda v: percent(v, 2)
-    lines = [
-        f"{point.series}, density {point.density}",
-        f"{_WORDS[measure]} {shown(y.value)}",
-        f"{each.text(x)} {each.unit}",
-    ]
+    name = f"{point.series}, density {point.density}"
+    lines = [name, f"{_WORDS[measure]} {shown(y.value)}", f"{each.text(x)} {each.unit}"]
     for word in ("channels", "MACs"):
         if point.values(word.lower()):
             lines.append(f"{percent(point.mean(word.lower()).value)} of {word}")

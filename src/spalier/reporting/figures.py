@@ -249,9 +249,8 @@ def _examples_figure(task: TaskResult, name: str) -> draw.Figure:
             marks += _example(task, example, x, y - row * (down + 1))
         y -= row * math.ceil(len(group) / across)
     panel = draw.Panel(draw.Axis("", 0, _ACROSS), draw.Axis("", y, 0), marks, height=-y * 336 / _ACROSS)
-    caption = f"Test {kind}s that the network is most confident of, with its confidence" + (
-        "." if is_text else "; each is stretched over the whole range of brightness."
-    )
+    ending = "." if is_text else "; each is stretched over the whole range of brightness."
+    caption = f"Test {kind}s that the network is most confident of, with its confidence{ending}"
     columns, rows = [kind, "class", "predicted as", "confidence"], draw.Rows()
     for number, each in enumerate(task.examples, 1):
         rows.append([each.text or number, task.classes[each.label], task.classes[each.guess], each.confidence])

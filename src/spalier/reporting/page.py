@@ -131,24 +131,12 @@ def page(data: ReportData, figures: Sequence[Figure]) -> str:
     halves = [i for i, figure in enumerate(overview) if not figure.wide]
     if len(halves) % 2:
         overview[halves[0]] = replace(overview[halves[0]], full=True)
-    text: str = environment.from_string(resource("page.html")).render(
-        policy=policy,
-        css=css,
-        js=js,
-        script_data=_script_data(data),
-        version=__version__,
-        data=data,
-        title=_title(data),
-        lede=_lede(data),
-        summary=summary(data),
-        origins={w: list(dict.fromkeys(t.facts[w] for t in data.tasks if w in t.facts)) for w in ORIGINS},
-        first_few=first_few,
-        missing=missing(data),
-        runs=_shown_runs(data),
-        figures=placed,
-        drawn=_drawn,
-        facts=_facts,
-    )
+    origins = {w: list(dict.fromkeys(t.facts[w] for t in data.tasks if w in t.facts)) for w in ORIGINS}
+    head = {"policy": policy, "css": css, "js": js, "script_data": _script_data(data), "version": __version__}
+    words = {"title": _title(data), "lede": _lede(data), "summary": summary(data), "missing": missing(data)}
+    found = {"data": data, "origins": origins, "runs": _shown_runs(data), "figures": placed}
+    used = {"first_few": first_few, "drawn": _drawn, "facts": _facts}
+    text: str = environment.from_string(resource("page.html")).render(**head, **words, **found, **used)
     return text
 
 

@@ -340,22 +340,13 @@ def latency_ms(net: nn.Module, example: Inputs) -> float:
 def block_row(position: Position, target: float, task: Task, seen: Mapping[str, Evaluation]) -> dict[str, Any]:
     """The numbers of a block that are the same each time the run is made."""
     density, validation, test = task.info.density, seen.get("validation"), seen.get("test")
-    return {
-        "task": task.name,
-        "block": position.block,
-        "target": target,
-        "channels": _share(density.channels),
-        "weights": _share(density.weights),
-        "macs": _share(density.macs),
-        "parameters": None if density.weights is None else density.weights[0],
-        "macs_left": None if density.macs is None else density.macs[0],
-        "learned": task.info.learned,
-        "validation": None if validation is None else validation.accuracy,
-        "test": None if test is None else test.accuracy,
-        "test_loss": None if test is None else test.loss,
-        "epochs": position.epochs,
-        "steps": position.step,
-    }
+    row: dict[str, Any] = {"task": task.name, "block": position.block, "target": target}
+    row |= {name: _share(getattr(density, name)) for name in ("channels", "weights", "macs")}
+    row["parameters"] = None if density.weights is None else density.weights[0]
+    row["macs_left"] = None if density.macs is None else density.macs[0]
+    row |= {"learned": task.info.learned, "validation": None if validation is None else validation.accuracy}
+    row |= {"test": None if test is None else test.accuracy, "test_loss": None if test is None else test.loss}
+    return row | {"epochs": position.epochs, "steps": position.step}
 
 
 def block_details(

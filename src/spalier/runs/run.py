@@ -46,8 +46,27 @@ _OF_DATA = (
 """The settings that `open_data` takes under the same names."""
 
 
+class WithRows:
+    """What came out of runs, as rows of plain values."""
+
+    rows: Sequence[Row]
+
+    @property
+    def _names(self) -> list[str]:
+        """Every name that occurs in a row."""
+        return list(dict.fromkeys(name for row in self.rows for name in row))
+
+    def to_csv(self) -> str:
+        """The rows with all their columns, for a spreadsheet."""
+        out = io.StringIO()
+        writer = csv.DictWriter(out, self._names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        return out.getvalue()
+
+
 @dataclass(frozen=True)
-class Results(InNotebooks):
+class Results(WithRows, InNotebooks):
     """The rows of a run, one for each density. Print them."""
 
     folder: Path
@@ -96,10 +115,6 @@ class Results(InNotebooks):
         """The task files, as a store that a `Switcher` can use."""
         return Store(self.folder / "tasks")
 
-    def to_csv(self) -> str:
-        """The rows with all their columns, for a spreadsheet."""
-        return rows_to_csv(self.rows)
-
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
         own = {"rows": list(self.rows), "skipped": list(self.skipped), "base": self.base, "data": self.data}
@@ -128,16 +143,6 @@ def _advice(row: Row, whole: Row, part: str) -> list[list[str]]:
     if last < first - 0.05:
         return [["note", "pruning cost much: try more --set epochs_per_prune=, or densities in smaller steps"]]
     return []
-
-
-def rows_to_csv(rows: Sequence[Row]) -> str:
-    """Rows of plain values as text, with a column for every name that occurs."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    out = io.StringIO()
-    writer = csv.DictWriter(out, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
 
 
 def cell(name: str, value: Any) -> str:
@@ -349,24 +354,16 @@ def _with_classes(config: Settings, data: Data) -> Data:
         )
     if data.classes:
         return data
-    known = next(path for path in (config.start_task, config.teacher) if path not in (None, "self"))
-    classes = tuple(Task.load(known).info.classes)
+    file = next(path for path in (config.start_task, config.teacher) if path not in (None, "self"))
+    classes = tuple(Task.load(file).info.classes)
     if not classes:
-        raise RunError(
-            "classes", f"the samples have no classes, and {known!a} names none; expected a task with classes"
-        )
+        raise RunError("classes", f"the samples have no classes, and {file!a} names none; expected a task with classes")
     return dataclasses.replace(data, classes=classes)
 
 
 def _open_network(config: Settings, data: Data) -> nn.Module:
-    net = open_network(
-        config.network,
-        classes=len(data.classes),
-        weights=config.weights,
-        pretrained=config.pretrained,
-        seed=config.seed,
-        **config.network_options,
-    )
+    said = {name: getattr(config, name) for name in ("weights", "pretrained", "seed")}
+    net = open_network(config.network, classes=len(data.classes), **said, **config.network_options)
     _check_order(net, data)
     name_classes_(net, data.classes)
     return net

@@ -22,7 +22,7 @@ import torch
 
 from spalier.errors import ConfigError, RunError
 from spalier.runs.checkpoint import RunFolder, other_contents
-from spalier.runs.run import COLUMNS, TITLES, Results, Row, TransferPruning, cell, rows_to_csv
+from spalier.runs.run import COLUMNS, TITLES, Results, Row, TransferPruning, WithRows, cell
 from spalier.runs.settings import RESUMABLE, check_known, checked, differences
 from spalier.runs.settings_files import read_settings, write_yaml
 from spalier.text import check_integer, first_line, import_optional, mean, table
@@ -188,9 +188,8 @@ def _name_of(given: Mapping[str, Any]) -> str:
     """A folder's name that is short, safe and unique, also where file systems do not tell capital letters apart."""
     texts = {name: _text(value) for name, value in given.items()}
     whole = ",".join(f"{name}={text}" for name, text in texts.items())
-    says_all = all(
-        re.fullmatch(_WORD if isinstance(value, str) else "[a-z0-9.-]+", texts[name]) for name, value in given.items()
-    )
+    forms = {name: _WORD if isinstance(value, str) else "[a-z0-9.-]+" for name, value in given.items()}
+    says_all = all(re.fullmatch(forms[name], text) for name, text in texts.items())
     if says_all and len(whole) <= _LONGEST_NAME:
         return whole
     digest = hashlib.blake2b(json.dumps(given).encode(), digest_size=5).hexdigest()
@@ -290,7 +289,7 @@ def _setting(row: Row, name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class SweepResults:
+class SweepResults(WithRows):
     """The rows of all runs of a sweep. Print them."""
 
     folder: Path
@@ -309,10 +308,6 @@ class SweepResults:
         if self.failed:
             lines.append(f"{len(self.failed)} failed in {str(self.folder)!a}; run the sweep again to resume them")
         return "\n".join([*lines, *(f"{name}: {why} (logs/{name}.txt)" for name, why in self.failed.items())])
-
-    def to_csv(self) -> str:
-        """The rows with all their columns, for a spreadsheet."""
-        return rows_to_csv(self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
@@ -348,16 +343,12 @@ def _cell(name: str, value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(WithRows):
     """Accuracies over several runs: the mean, the standard deviation (n - 1) and how many there are. Print them."""
 
     settings: Sequence[str]
     rows: Sequence[Row]
 
     def __str__(self) -> str:
-        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        names = self._names
         return table(names, [[_cell(name, row.get(name, "-")) for name in names] for row in self.rows])
-
-    def to_csv(self) -> str:
-        """The rows with all their columns, for a spreadsheet."""
-        return rows_to_csv(self.rows)

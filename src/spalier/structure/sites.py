@@ -77,9 +77,7 @@ def layer_name(tensor: str) -> str:
 class GraphSearch:
     """Follows layers on a graph."""
 
-    def __init__(
-        self, net: nn.Module, program: Program, walk: Walk, assembly: Assembly, names: Mapping[str, str]
-    ) -> None:
+    def __init__(self, net: nn.Module, program: Program, walk: Walk, assembly: Assembly, names: dict[str, str]) -> None:
         self.net, self.program, self.walk, self.assembly = net, program, walk, assembly
         self.placeholders = placeholders(program, names)
         self.users = {name: [u for n in nodes for u in n.users] for name, nodes in self.placeholders.items()}
