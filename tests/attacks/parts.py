@@ -59,8 +59,8 @@ def task(kind: str = "splora") -> spalier.Task:
 
 
 OLD = {"old": "exact", "old int8": "int8"}
-KINDS = ("exact", "int8", "int8-all", "delta", "small", "deflated", "by layer", *OLD)
-"""Of valid files: SPLoRA in three storages, codes in four ways, and SPLoRA in format 1."""
+KINDS = ("exact", "int8", "int8-all", "int4-head", "delta", "small", "deflated", "by layer", *OLD)
+"""Of valid files: SPLoRA in four storages, codes in four ways, and SPLoRA in format 1."""
 
 
 @cache

@@ -260,8 +260,10 @@ def _fit_numbers(parts, table, masks):
         "scales": sum(shape.scales for shape in shapes),
     }
     if parts.tensors["values"][0] == "I8":
-        shapes_of_values = [c.shape for r, c in pieces if r.source == "values" for _ in r.keys]
-        counts["values"] = sum(bytes_of_values(shapes_of_values))
+        own = [(r.path, c.shape) for r, c in pieces if r.source == "values" for _ in r.keys]
+        heads = table.heads if parts.description["storage"] == "int4-head" else ()
+        levels = [15 if path in heads and len(shape) > 1 else 255 for path, shape in own]
+        counts["values"] = sum(bytes_of_values([shape for _, shape in own], levels))
     if parts.tensors.get("scales", ("", b""))[0] == "U8":
         counts["scales"] += 2
     if parts.description["format"] == 1 and "scales" in parts.tensors:

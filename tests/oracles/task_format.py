@@ -139,9 +139,9 @@ def codes_of(data, count, levels):
 
 
 def scales_of(tensors):
-    """The scales of codes in float64."""
+    """The scales of codes; those that are bytes are made in float32."""
     found = tensors.get("scales", np.zeros(0))
-    return list(in_octaves(found, 24)) if found.dtype == np.uint8 else list(found.astype(np.float64))
+    return list(np.float32(in_octaves(found, 24)) if found.dtype == np.uint8 else found.astype(np.float64))
 
 
 def in_octaves(data, steps):
@@ -150,24 +150,31 @@ def in_octaves(data, steps):
     return [2 ** ((highest - (int(byte) - 1)) / steps) if byte else 0.0 for byte in data[2:]]
 
 
-def values_of(description, tensors, rows, masks):
+def values_of(description, tensors, rows, masks, heads):
     """The task's own numbers in float64."""
-    if description["storage"] != "int8-all":
+    if description["storage"] not in ("int8-all", "int4-head"):
         assert tensors["values"].dtype != np.int8
         return tensors["values"].astype(np.float64)
-    lengths, found = [], []
-    for _, keys, shape, axes, (kind, *_) in rows:
+    own, found = [], []  # rows and their length, and whether they have a byte for each integer
+    for path, keys, shape, axes, (kind, *_) in rows:
         left = [len(stays(axis, size, masks)) for axis, size in zip(axes, shape, strict=True)]
         if kind == "values" and np.prod(left):
-            own = [int(np.prod(left[1:]))] * left[0] if len(left) > 1 else [int(np.prod(left))]
-            lengths += own * len(keys)
-    marks = tensors["values"][: 2 + len(lengths)].view(np.uint8)
-    codes = tensors["values"][len(marks) :].astype(np.float64)
-    scales = in_octaves(np.concatenate([marks[:2], marks[2:] % 128]), 8) if lengths else []
-    for length, scale, mark in zip(lengths, scales, marks[2:], strict=True):
-        part, codes = codes[:length] / 127 * scale, codes[length:]
-        found += [part**2 if mark >= 128 else part]
-    assert not len(codes)
+            is_packed = description["storage"] == "int4-head" and path in heads and len(left) > 1
+            many = (left[0], int(np.prod(left[1:]))) if len(left) > 1 else (1, int(np.prod(left)))
+            own += [(*many, is_packed)] * len(keys)
+    marks = tensors["values"][: 2 + sum(many for many, _, _ in own)].view(np.uint8)
+    data = tensors["values"][len(marks) :]
+    scales = iter(in_octaves(np.concatenate([marks[:2], marks[2:] % 128]), 8) if own else [])
+    roots = iter(marks[2:] >= 128)
+    for many, length, is_packed in own:
+        codes, size = data[: many * length].tolist(), many * length
+        if is_packed:
+            codes, size = codes_of(data.view(np.uint8).tolist(), many * length, 15)
+        data = data[size:]
+        for row in np.array(codes, np.float64).reshape(many, length):
+            part = row / (7 if is_packed else 127) * next(scales)
+            found += [part**2 if next(roots) else part]
+    assert not len(data)
     return np.concatenate([[], *found])
 
 
@@ -192,8 +199,9 @@ def numbers(description, tensors, shapes, scales):
         if not levels:
             found[number], flat = flat[: rows * length].reshape(rows, length), flat[rows * length :]
         else:
-            codes = np.array(found[number], np.float64).reshape(rows, length)
-            found[number], scales = codes * np.array(scales[:many])[:, None], scales[many:]
+            codes = np.array(found[number], np.float32 if levels == 255 else np.float64).reshape(rows, length)
+            found[number] = (codes * np.array(scales[:many])[:, None]).astype(np.float64)  # a byte's in float32
+            scales = scales[many:]
     assert not len(flat)
     assert not data
     assert not scales
@@ -204,7 +212,7 @@ def network(path, base):
     """The tensors of the network, by name, from a file and the tensors of the base."""
     description, table, tensors = read(path)
     masks, rows = masks_of(table, tensors["masks"]), rows_of(description["format"], table)
-    values = values_of(description, tensors, rows, masks)
+    values = values_of(description, tensors, rows, masks, table["heads"])
     adapters = numbers(description, tensors, matrices(rows, masks), scales_of(tensors))
     integers = [number for number, times in description.get("integers", []) for _ in range(times)]
     found = {name: tensor.astype(np.float64) for name, tensor in base.items()}

@@ -295,6 +295,8 @@ def test_norms_of_the_base_with_moved_statistics_compute_the_same(density, write
     four, two = (sp.Task.of(net, "norms", base_norms=small) for small in (False, True))
     norms = {name: m for name, m in net.named_modules() if isinstance(m, nn.BatchNorm2d)}
     assert four.values.numel() - two.values.numel() == 2 * sum(m.num_features for m in norms.values())
+    assert len(four.integers) == len(norms)
+    assert not two.integers, "how many batches there were is the base's too"
     x = batches(1)[0][0].double()
     torch.testing.assert_close(two.build(base)(x), net(x), rtol=1e-10, atol=1e-10)
     two.save(tmp_path / "two.task.safetensors")
@@ -329,6 +331,29 @@ def test_norms_that_statistics_cannot_make_up_for_keep_four_numbers():
     own = {name for row in two.table.rows if row.source == "values" for name in row.names}
     assert {"bn1.weight", "layers.0.bn1.bias", "layers.0.bn2.weight", "layers.1.bn1.weight", "layers.1.bn2.bias"} <= own
     assert not {"layers.0.shortcut.1.weight", "layers.2.bn2.bias"} & own
+
+
+def test_norms_that_take_means_of_all_batches_keep_their_count():
+    net, base = normed()
+    net.bn1.momentum = base.bn1.momentum = None
+    net.bn1.num_batches_tracked.fill_(5)
+    net.layers[0].bn1.num_batches_tracked.fill_(7)
+    two = sp.Task.of(net, "norms", base_norms=True)
+    assert two.integers == (5,)
+    on = copy.deepcopy(base)
+    two.apply_(on)
+    assert on.bn1.num_batches_tracked == 5
+    assert on.layers[0].bn1.num_batches_tracked == base.layers[0].bn1.num_batches_tracked
+
+
+def test_a_budget_counts_a_head_in_four_bits():
+    net, base = normed(0.6)
+    result = sp.refit_(net, bytes=6_000, batches=[batches(1)[0][0].double()], storage="int4-head")
+    data = sp.Task.of(net, "refit").to_bytes(storage="int4-head")
+    assert len(data) == result.after <= 6_000
+    assert len(data) < len(sp.Task.of(net, "refit").to_bytes(storage="int8-all"))
+    x = batches(1)[0][0].double()
+    assert sp.Task.from_bytes(data).build(base)(x).isfinite().all()
 
 
 def test_a_budget_holds_statistics_alone_and_says_so(monkeypatch):

@@ -118,7 +118,7 @@ def test_the_artefacts_use_all_that_the_format_has():
     placements = [on for table in tables for axis in table["axes"] for on in axis]
     assert {_way(on) for on in placements} >= {"plain", "pattern", "runs"}
     described = [description for description, _, _, _ in found]
-    assert {d["storage"] for d in described} == {"exact", "fp32", "fp16", "bf16", "int8", "int8-all"}
+    assert {d["storage"] for d in described} == {"exact", "fp32", "fp16", "bf16", "int8", "int8-all", "int4-head"}
     kinds = {task_format.read(path_of(name))[2].get("scales", np.zeros(0)).dtype.name for name in FORMAT_2}
     assert kinds >= {"uint8", "float16", "float32"}
     assert {"codes" in d for d in described} == {True, False}

@@ -66,7 +66,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("storage", ["exact", "fp16", "bf16", "int8", "int8-all"])
+@pytest.mark.parametrize("storage", ["exact", "fp16", "bf16", "int8", "int8-all", "int4-head"])
 def test_a_second_reader_gives_the_same_network(case, storage, tmp_path):
     make, adapter, example, head, free = CASES[case]
     torch.manual_seed(3)

@@ -21,6 +21,8 @@ from spalier.tasks.rows import Matrix
 
 MAX_RATIO = 16
 """How many times longer deflated codes may become, so that a small file cannot take much memory."""
+SMALL = ("int8-all", "int4-head")
+"""Storages in which values have a byte each, or less."""
 BYTE_LEVELS, HEAD_LEVELS = 255, 15
 """Of codes that have a byte each, as ``int8`` stores them, and of heads with two in a byte."""
 
@@ -199,14 +201,14 @@ def cast(values: Tensor, dtype: torch.dtype, what: str) -> Tensor:
     return made
 
 
-def cast_scales(scales: Tensor, dtype: torch.dtype, shapes: Sequence[Matrix], *, in_bytes: bool = False) -> Tensor:
+def cast_scales(scales: Tensor, dtype: torch.dtype, shapes: Sequence[Matrix], storage: str) -> Tensor:
     """Scales in a dtype, or as bytes can hold them; in 32 bits where that would move codes by too much.
 
     Half precision has few digits for small numbers, and the scales of 8-bit integers are small.
     """
-    if in_bytes and scales.numel():
+    if storage in SMALL and scales.numel():
         made = scales_of_bytes(scales_in_bytes(scales))
-        if _are_near(made, scales, shapes, _OFF):
+        if _are_near(made, scales, shapes, _OFF if storage == "int4-head" else 0.0):
             return made
     made = cast(scales, dtype, "scales of codes")
     if dtype != torch.float16 or not scales.numel() or _are_near(made, scales, shapes):
@@ -215,7 +217,7 @@ def cast_scales(scales: Tensor, dtype: torch.dtype, shapes: Sequence[Matrix], *,
 
 
 _OFF = 0.015
-"""The share by which scales in bytes may be off, for 8-bit integers too: what they are of is only added to the base."""
+"""The share by which scales of the smallest storage may be off, whatever their codes, which are only added."""
 
 
 def _are_near(made: Tensor, scales: Tensor, shapes: Sequence[Matrix], least: float = 0.0) -> bool:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -146,7 +145,7 @@ class Table:
                 "axes": [json.loads(axis) for axis in axes],  # after the rows, which have collected them
                 "attributes": self.attributes,
                 "heads": self.heads,
-                "folds": _NEXT if self.folds == _next_folds(self.rows) else self.folds,
+                "folds": self.folds,
                 # few networks have any, and those that do not can be read by earlier versions
                 **({"calls": self.calls} if self.calls else {}),
             }
@@ -177,15 +176,6 @@ def _parsed(raw: bytes, length: int, version: int) -> Table:
 
 
 _remembered = lru_cache(maxsize=32)(_parsed)
-
-
-_NEXT = "next"
-"""Stands for the folds of most networks: a norm comes right behind the layer that it can be folded into."""
-
-
-def _next_folds(rows: Sequence[Row]) -> tuple[tuple[str, str], ...]:
-    norms = {row.path for row in rows if "running_var" in row.keys}
-    return tuple((a, b) for a, b in pairwise(dict.fromkeys(row.path for row in rows)) if b in norms and a not in norms)
 
 
 def _row_to_json(row: Row, axes: dict[str, int]) -> list[Any]:
@@ -253,10 +243,7 @@ class _Parser:
         self._check_unique("tensor", [name for row in rows for name in row.names])
         if len({number for number, _ in self._axes}) < len(self.axes):  # what nobody looks at could hold anything
             raise _wrong("an axis lies on no tensor")
-        if self.version > 1 and self.data["folds"] == _NEXT:
-            folds = _next_folds(rows)
-        else:
-            folds = tuple((self._text(a), self._text(b)) for a, b in self._lists("folds", 2))
+        folds = tuple((self._text(a), self._text(b)) for a, b in self._lists("folds", 2))
         heads = tuple(self._text(path) for path in self._list(self.data["heads"]))
         self._check_unique("head", list(heads))
         self._check_unique("norm to fold", [norm for _, norm in folds])

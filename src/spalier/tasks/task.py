@@ -44,8 +44,7 @@ Codes are stored as they are in all of them; these are about their scales.
 """
 STORAGES: tuple[Storage, ...] = get_args(Storage)
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_SMALL = ("int8-all", "int4-head")
-_IN_BYTES = ("int8", *_SMALL)
+_IN_BYTES = ("int8", *numbers.SMALL)
 _NEEDED = {"name", "adapter", "base", "density", "learned", "storage"}
 
 
@@ -342,14 +341,14 @@ class Task(InNotebooks):
         if storage == "exact":
             return task
         dtype = _DTYPES.get(storage, torch.float16)
-        if storage in _SMALL:
+        if storage in numbers.SMALL:
             values = numbers.values_of_bytes(numbers.values_in_bytes(task.values, *task._own_shapes), *task._own_shapes)
         else:
             values = numbers.cast(task.values, dtype, "norms or head")
         return replace(
             task,
             adapters=numbers.cast(task.adapters, dtype, "adapters"),
-            scales=numbers.cast_scales(task.scales, dtype, task.adapter_shapes, in_bytes=storage in _SMALL),
+            scales=numbers.cast_scales(task.scales, dtype, task.adapter_shapes, storage),
             values=values,
         )
 
@@ -366,7 +365,7 @@ class Task(InNotebooks):
         description = {**task.info.to_dict(), "table": length}
         if task.scales.numel():
             tensors["scales"] = task.scales
-        is_small = task.info.storage in _SMALL
+        is_small = task.info.storage in numbers.SMALL
         if is_small:
             tensors["values"] = numbers.values_in_bytes(task.values, *task._own_shapes)
         if is_small and task.scales.numel():
@@ -519,7 +518,7 @@ def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
         _check_version_1(info, tensors)
     elif held["adapters"].dtype == torch.int8:
         raise TaskFileError("dtype", "adapters is I8, expected floating point in format 2, whose codes are apart")
-    is_small, in_bytes_now = version > 1 and info.storage in _SMALL, tensors["values"].dtype == torch.int8
+    is_small, in_bytes_now = version > 1 and info.storage in numbers.SMALL, tensors["values"].dtype == torch.int8
     if in_bytes_now != is_small:
         raise TaskFileError("dtype", f"values are {'' if in_bytes_now else 'not '}I8, with the storage {info.storage}")
     if held["scales"].dtype == torch.uint8:
@@ -547,7 +546,7 @@ def _check_version_1(info: TaskInfo, tensors: Mapping[str, Tensor]) -> None:
         raise TaskFileError("tensors", "the file holds 'codes', which format 1 does not have")
     if "scales" in tensors and tensors["scales"].dtype != torch.float32:
         raise TaskFileError("dtype", "scales are not F32, as format 1 has them")
-    if (tensors["adapters"].dtype == torch.int8) != (info.storage == "int8") or info.storage in _SMALL:
+    if (tensors["adapters"].dtype == torch.int8) != (info.storage == "int8") or info.storage in numbers.SMALL:
         raise TaskFileError("metadata", f"the storage is said to be {info.storage}, and is not")
 
 

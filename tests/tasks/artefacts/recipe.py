@@ -137,6 +137,7 @@ FORMAT_2 = {
     "whole-int8": Recipe(plain, sp.LoRA(rank=2, kernel="full"), "int8", "8"),
     "delta-packed": Recipe(Residual, sp.SPDelta(bits=2), "int8-all", "fc", writers="free"),
     "splora-packed": Recipe(plain, sp.SPLoRA(rank=2), "int8-all", "8"),
+    "head-packed": Recipe(plain, sp.SPDelta(bits=1), "int4-head", "8"),
 }
 RECIPES = {**FORMAT_1, **FORMAT_2}
 
