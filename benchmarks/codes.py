@@ -235,15 +235,15 @@ def tail(
         # a task is called after its data, which may take a few bytes more than what held_ calls it
         budget = budget_of(spec, density, seed, number) - 8
         with patch.multiple(refit_module, metrics_of=shared.metrics_of, options_of=shared.options_of):
-            refitted = sp.refit_(net, bytes=budget, batches=batches, room=ROOM)
+            refitted = sp.refit_(net, bytes=budget, batches=batches, storage=spec.storage, room=ROOM)
     else:
         refitted = sp.refit_(net, REFITS[method](), batches=batches)
     by_code = dict(Counter(row.code for row in refitted.rows))
     untrained = accuracy(net, spec, seed)
     learn_(net, spec, seed, extra(spec, density), way, teacher, budget=budget)
-    if budget is not None and not held_(net, budget, "int8-all"):  # as a run does
-        sp.refit_(net, bytes=budget, batches=batches)
-    found = stored(net, spec, seed)
+    if budget is not None and not held_(net, budget, spec.storage):  # as a run does
+        sp.refit_(net, bytes=budget, batches=batches, storage=spec.storage)
+    found = stored(net, spec, seed, spec.storage if kind == "bytes" else "int8-all")
     assert kind != "bytes" or found["bytes"] <= budget_of(spec, density, seed, number)
     return {"untrained": untrained, **found, "layers by code": by_code}
 

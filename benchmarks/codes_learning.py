@@ -67,6 +67,8 @@ class Spec:
     budget: str = "channels"
     """What densities are a share of."""
     round_to: int = 1
+    storage: Any = "int8-all"
+    """Of files within a budget of bytes."""
     is_search: bool = False
     """Whether it learns and is tested on training images alone, for a choice of rates."""
 
@@ -92,7 +94,7 @@ _SPECS = (
         "cifar10", "CIFAR-10, ResNet-20", "experiments.paper.networks:resnet20", "resnet20-cifar100.safetensors",
         "linear", classes=10, train=4000, test=5000, batch=64,
         epochs={1.0: 4, 0.7: 2, 0.5: 4, 0.3: 6, 0.2: 6, 0.1: 10}, extra={0.5: 3, 0.3: 4, 0.1: 6},
-        searched={1.0: 2, 0.6: 2, 0.3: 3},
+        searched={1.0: 2, 0.6: 2, 0.3: 3}, storage="int4-head",  # at 30% the head would be a sixth of the file
         tried={
             "wide": {"adamw": 2e-3, "sgd": 0.02}, "direct": {"adamw": 3e-3, "sgd": 0.1},
             "wide+": {"adamw": 1e-3, "sgd": 0.01}, "free": {"adamw": 1e-3, "sgd": 0.01},
@@ -341,7 +343,7 @@ def learn_(
             optimizer.step()
             schedule.step()
         if budget is not None:
-            held_(net, budget, "int8-all")
+            held_(net, budget, spec.storage)
     net.eval()
 
 
