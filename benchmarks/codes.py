@@ -53,6 +53,8 @@ from codes_learning import (
 )  # fmt: skip
 from codes_rivals import Rounding, TooFewBytes, coded, matrices_of
 from spalier.refitting import refit as refit_module
+from spalier.refitting.measure import metrics_of
+from spalier.refitting.spend import options_of
 from spalier.runs.narrow import held_
 
 WORK = Path(__file__).parent / "work"
@@ -256,16 +258,13 @@ class Remembered:
         self.options: dict[str, Any] = {}
 
     def metrics_of(self, *given: Any) -> Any:
-        self.metrics = self.metrics or _metrics_of(*given)
+        self.metrics = self.metrics or metrics_of(*given)
         return self.metrics
 
     def options_of(self, delta: Any) -> Any:
         if delta.name not in self.options:
-            self.options[delta.name] = _options_of(delta)
+            self.options[delta.name] = options_of(delta)
         return self.options[delta.name]
-
-
-_metrics_of, _options_of = refit_module.metrics_of, refit_module.options_of
 
 
 def budget_of(spec: Spec, density: float, seed: int, share: str) -> int:

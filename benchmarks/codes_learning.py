@@ -200,7 +200,8 @@ def _opened(name: str, seed: int, is_search: bool) -> Any:
     data = open_set(name, DATA, image_size=size, max_train_samples=spec.train, seed=seed)
     if not is_search:
         return data
-    split, every = data.train, open_set(name, DATA, image_size=size).train
+    split: Any = data.train
+    every: Any = open_set(name, DATA, image_size=size).train
     others = np.setdiff1d(every.rows, split.rows)[:2000]
     rows = split.rows
     if not len(others):  # all are learned from; a fifth is left out

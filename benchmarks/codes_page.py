@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from codes import REFITS, RESULTS, SPECS, Spec, contenders
-from codes_learning import best_of, tries_of
+from codes import REFITS, contenders
+from codes_learning import RESULTS, SPECS, Spec, best_of, tries_of
 from spalier.reporting.draw import Cell, Dot, Figure, Line, Mark, Panel, linear, logarithmic
 from spalier.reporting.page import standalone, to_csv
 
@@ -102,14 +102,10 @@ def guess(found: Found, spec: Spec, density: float, method: str) -> float:
     """Seconds that a cell will take: as others of its kind, of its method, or all tails of the data; 0 where none."""
     if method.startswith(("wide", "direct")) and method != "wide+" and density != min(spec.extra):
         return 0.0  # it is on the way to the last
-    every = [found, _read(RESULTS / "before")]
-    kinds = (
-        lambda key: key == (spec.name, density, method),
-        lambda key: key[0] == spec.name and key[2] == method,
-        lambda key: key[0] == spec.name,
-    )
-    for is_kind in kinds:
-        seconds = [c["seconds"] for cells in every for key, by in cells.items() if is_kind(key) for c in by.values()]
+    known = [(k, c) for cells in (found, _read(RESULTS / "before")) for k, by in cells.items() for c in by.values()]
+    same = [(k, c["seconds"]) for k, c in known if k[0] == spec.name]
+    for kept in ((spec.name, density, method), (spec.name, method), (spec.name,)):
+        seconds = [spent for key, spent in same if kept in (key, (key[0], key[2]), key[:1])]
         if seconds:
             return float(statistics.median(seconds))
     return 0.0
