@@ -334,8 +334,9 @@ def test_norms_that_statistics_cannot_make_up_for_keep_four_numbers():
 
 
 def test_norms_that_take_means_of_all_batches_keep_their_count():
-    net, base = normed()
-    net.bn1.momentum = base.bn1.momentum = None
+    base = DigitNet()
+    base.bn1.momentum = None
+    net, base = normed(base=base)
     net.bn1.num_batches_tracked.fill_(5)
     net.layers[0].bn1.num_batches_tracked.fill_(7)
     two = sp.Task.of(net, "norms", base_norms=True)

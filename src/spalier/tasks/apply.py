@@ -184,7 +184,7 @@ def _fill_(task: Task, net: nn.Module, base: Base, changes: Changes) -> None:
             if update is not None:
                 matrices = [next(stored) for _ in cut.matrices]
                 # of 8-bit integers factors go on as numbers
-                is_number = task.info.storage.startswith("int8") and not isinstance(update, kinds.Coded)
+                is_number = task.info.storage.startswith("int") and not isinstance(update, kinds.Coded)
                 fill_(changes, update, list(map(as_numbers, matrices)) if is_number else matrices)
 
 
