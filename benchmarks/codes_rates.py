@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -78,9 +79,10 @@ def search(spec: Spec) -> None:
             attempt([try_of(spec, way, best["optimizer"], best["rate"] * (3 if best["rate"] == max(rates) else 1 / 3))])
         if way == "wide":  # what tails are tried on
             trial, best = replace(spec, is_search=True), best_of(spec, way)
-            file = kept(try_of(spec, way, best["optimizer"], best["rate"]))
-            if file.exists():
-                shutil.copyfile(file, codes.task_file(trial, min(spec.searched), SEED))
+            taken = try_of(spec, way, best["optimizer"], best["rate"])
+            if not kept(taken).exists():  # work folders are no results: made again where a search goes on elsewhere
+                deque(schedule(taken, is_again=True), maxlen=0)
+            shutil.copyfile(kept(taken), codes.task_file(trial, min(spec.searched), SEED))
 
 
 def try_of(spec: Spec, way: str, optimizer: str, rate: float) -> Try:
@@ -105,8 +107,11 @@ def attempt(tries: list[Try]) -> None:
                 pass
 
 
-def schedule(each: Try) -> Iterator[float]:
-    """Learn and prune along the short schedule. After the first block its accuracy; then all of it is written."""
+def schedule(each: Try, is_again: bool = False) -> Iterator[float]:
+    """Learn and prune along the short schedule. After the first block its accuracy; then all of it is written.
+
+    Done again, its network is written and no figure: rounding of another processor changes no choice.
+    """
     trial, start = replace(each.spec, is_search=True), time.process_time()
     net = attach(trial, SEED, sp.FineTune() if each.way == "wide" else sp.SPLoRA(rank=8))
     growing = each.learning.at if each.way == "wide" else lambda _: each.learning
@@ -115,13 +120,15 @@ def schedule(each: Try) -> Iterator[float]:
         right = accuracy(net, trial, SEED)
         if density == 1:
             found = {"unpruned": right}
-            each.write(start, found)
+            if not is_again:
+                each.write(start, found)
             yield right
             start = time.process_time() - spent
     if each.way == "wide":
         kept(each).parent.mkdir(parents=True, exist_ok=True)
         sp.Task.of(net, trial.name).save(kept(each))
-    each.write(start, {**found, "density": density, "accuracy": right})
+    if not is_again:
+        each.write(start, {**found, "density": density, "accuracy": right})
 
 
 def kept(each: Try) -> Path:
