@@ -214,7 +214,7 @@ def contenders(spec: Spec, density: float) -> list[str]:
 def way_of(method: str) -> str:
     """How a contender learns: as one of those that rates are chosen for."""
     kind = method.partition("-")[0]
-    return {"wide+": "wide+", "free": "free", "r8": "low-rank"}.get(kind, "bits")
+    return {"wide+": "wide+", "free": "free", "r8": "low-rank", "bytes": "budget"}.get(kind, "bits")
 
 
 def tail(
@@ -268,7 +268,8 @@ class Remembered:
 
 
 def budget_of(spec: Spec, density: float, seed: int, share: str) -> int:
-    return int(json.loads(cell(spec, density, "wide+", seed).read_text())["bytes"]) // int(share)
+    """A share of fine-pruning's file, which its extra epochs leave as large as it is."""
+    return task_file(spec, density, seed).stat().st_size // int(share)
 
 
 def without_base(spec: Spec, density: float, seed: int, teacher: Teacher, bits: int, way: Learning) -> dict[str, Any]:

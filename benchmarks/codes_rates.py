@@ -1,9 +1,10 @@
 """Optimiser and rate of each way to learn, chosen on samples that are neither learned from nor tested on.
 
-A try is the whole way at a smaller scale: a short schedule down to one density, and a tail from the best network of
-that. Three rates by SGD and three by AdamW, a factor of three apart. Of schedules, the worse half of the tries ends
-before the first prune. Where the best one is the smallest or the largest rate of its optimiser, the next one is tried
-too. Tries are files of their own, below results/codes/rates.
+A try is a short schedule down to one density, or a tail. Three rates by SGD and three by AdamW, a factor of three
+apart. Of schedules, the worse half of the tries ends before the first prune. Where the best one is the smallest or the
+largest rate of its optimiser, the next one is tried too. What does best in a few epochs need not do best in many: the
+best tries of fine-pruning, one by each optimiser at least, go the whole schedule, and decide. Tails are tried on the
+network that comes of it. Tries are files of their own, below results/codes/rates.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,8 +22,8 @@ import codes
 import spalier as sp
 from codes_learning import RATES, SPECS, Learning, Spec, Teacher, accuracy, attach, best_of, tries_of
 
-SEED, FARTHER = 0, 2
-TAILS = {"wide+": "wide+", "free": "free-2", "low-rank": "r8-centre", "bits": "delta-1"}
+SEED, FARTHER, FINALISTS = 0, 2, 3
+TAILS = {"wide+": "wide+", "free": "free-2", "low-rank": "r8-centre", "bits": "delta-1", "budget": "bytes-20"}
 """Ways to learn, and the contender that is tried for all that learn so."""
 
 
@@ -46,7 +46,7 @@ class Try:
         rates = {"rest": self.rate}
         if self.way == "direct":
             rates["factors"] = self.rate
-        elif self.way in ("low-rank", "bits"):
+        elif self.way in ("low-rank", "bits", "budget"):
             rates["rest"] = best_of(self.spec, "wide+", self.optimizer)["rate"]
             rates["factors" if self.way == "low-rank" else "bits"] = self.rate
             # scales learn relative to what they are, which has nothing to do with how large weights are
@@ -77,12 +77,38 @@ def search(spec: Spec) -> None:
             if min(rates) < best["rate"] < max(rates):
                 break
             attempt([try_of(spec, way, best["optimizer"], best["rate"] * (3 if best["rate"] == max(rates) else 1 / 3))])
-        if way == "wide":  # what tails are tried on
-            trial, best = replace(spec, is_search=True), best_of(spec, way)
-            taken = try_of(spec, way, best["optimizer"], best["rate"])
-            if not kept(taken).exists():  # work folders are no results: made again where a search goes on elsewhere
-                deque(schedule(taken, is_again=True), maxlen=0)
-            shutil.copyfile(kept(taken), codes.task_file(trial, min(spec.searched), SEED))
+        if way == "wide":
+            decide(spec)
+
+
+def decide(spec: Spec) -> None:
+    """Let the best tries of fine-pruning go the whole schedule; the network of the best is what tails are tried on."""
+    ended = sorted((t for t in tries_of(spec, "wide") if "accuracy" in t), key=lambda t: -t["accuracy"])
+    of_each = [next(t for t in ended if t["optimizer"] == optimizer) for optimizer in spec.tried["wide"]]
+    for found in (of_each + [t for t in ended if t not in of_each])[:FINALISTS]:
+        if "whole" not in found:
+            whole(try_of(spec, "wide", found["optimizer"], found["rate"]), found)
+    best = best_of(spec, "wide")
+    taken = try_of(spec, "wide", best["optimizer"], best["rate"])
+    if not kept(taken).exists():  # work folders are no results: made again where a search goes on elsewhere
+        whole(taken, None)
+    shutil.copyfile(kept(taken), codes.task_file(replace(spec, is_search=True), min(spec.searched), SEED))
+
+
+def whole(each: Try, found: dict[str, Any] | None) -> None:
+    """Go the whole schedule as far as tries go. Without what was found, no figure is written: only the network."""
+    trial, start = replace(each.spec, is_search=True), time.process_time()
+    net, last = attach(trial, SEED, sp.FineTune()), min(trial.searched)
+    epochs = {density: count for density, count in trial.epochs.items() if density >= last}
+    by_density = {}
+    for density, _, _ in codes.along(net, trial, SEED, each.learning.at, epochs):
+        by_density[density] = accuracy(net, trial, SEED)
+    kept(each).parent.mkdir(parents=True, exist_ok=True)
+    sp.Task.of(net, trial.name).save(kept(each))
+    if found is not None:
+        spent = {"whole seconds": round(time.process_time() - start, 1)}
+        each.file.write_text(json.dumps({**found, "whole": by_density[last], "by density": by_density, **spent}, indent=1) + "\n")
+        print(each.file.name, by_density, spent, flush=True)
 
 
 def try_of(spec: Spec, way: str, optimizer: str, rate: float) -> Try:
@@ -107,11 +133,8 @@ def attempt(tries: list[Try]) -> None:
                 pass
 
 
-def schedule(each: Try, is_again: bool = False) -> Iterator[float]:
-    """Learn and prune along the short schedule. After the first block its accuracy; then all of it is written.
-
-    Done again, its network is written and no figure: rounding of another processor changes no choice.
-    """
+def schedule(each: Try) -> Iterator[float]:
+    """Learn and prune along the short schedule. After the first block its accuracy; then all of it is written."""
     trial, start = replace(each.spec, is_search=True), time.process_time()
     net = attach(trial, SEED, sp.FineTune() if each.way == "wide" else sp.SPLoRA(rank=8))
     growing = each.learning.at if each.way == "wide" else lambda _: each.learning
@@ -120,15 +143,10 @@ def schedule(each: Try, is_again: bool = False) -> Iterator[float]:
         right = accuracy(net, trial, SEED)
         if density == 1:
             found = {"unpruned": right}
-            if not is_again:
-                each.write(start, found)
+            each.write(start, found)
             yield right
             start = time.process_time() - spent
-    if each.way == "wide":
-        kept(each).parent.mkdir(parents=True, exist_ok=True)
-        sp.Task.of(net, trial.name).save(kept(each))
-    if not is_again:
-        each.write(start, {**found, "density": density, "accuracy": right})
+    each.write(start, {**found, "density": density, "accuracy": right})
 
 
 def kept(each: Try) -> Path:
