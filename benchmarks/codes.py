@@ -25,7 +25,8 @@ import copy
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -102,17 +103,21 @@ def extra(spec: Spec, density: float) -> range:
 
 
 def along(
-    net: nn.Module, spec: Spec, seed: int, learning: Callable[[float], Learning], epochs: Mapping[float, int]
+    net: nn.Module, spec: Spec, seed: int, learning: Callable[[float], Learning], skipped: int = 0
 ) -> Iterator[tuple[float, range, float]]:
-    """Learn and prune in turns. After each block its density, the numbers of its epochs, and its processor seconds."""
+    """Learn and prune in turns, but for the blocks that are skipped, whose network is given.
+
+    After each block its density, the numbers of its epochs, and its processor seconds.
+    """
     done = 0
-    for density, count in epochs.items():
+    for number, (density, count) in enumerate(spec.epochs.items()):
+        block = range(done, done := done + max(1, round(count * spec.length)))
+        if number < skipped:
+            continue
         start = time.process_time()
         if density < 1:
             shrink_(net, spec, seed, density)
-        block = range(done, done + count)
         learn_(net, spec, seed, block, learning(density))
-        done += count
         yield density, block, time.process_time() - start
 
 
@@ -122,24 +127,54 @@ def widths_of(net: nn.Module) -> dict[str, int]:
     return {} if kept is None else {name: len(units) for name, units in kept["streams"].items()}
 
 
-def wide(spec: Spec, seed: int) -> None:
-    """Fine-pruning, with task files at the densities that are shown."""
-    shown = [1.0, *spec.extra]
-    if all(task_file(spec, d, seed).exists() and cell(spec, d, "wide", seed).exists() for d in shown):
+WIDE: dict[str, dict[str, Any]] = {
+    "wide": {},
+    "wide-free": {"writers": "free"},
+    **{f"wide-{criterion}": {"criterion": criterion} for criterion in ("weight", "gradient", "lrp", "random")},
+    "wide-half": {"length": 0.5},
+    "wide-double": {"length": 2.0},
+}
+"""Fine-pruning, and what of it is other where something else than codes is compared."""
+
+
+def wide(spec: Spec, seed: int, method: str = "wide") -> None:
+    """Fine-pruning, with task files at the densities that are shown. Runs of one length share the unpruned block."""
+    varied = replace(spec, **WIDE[method])
+    is_shared = method != "wide" and varied.length == 1
+    shown = [density for density in spec.extra if density < 1 or not is_shared]
+    if all(task_file(spec, d, seed, method).exists() and cell(spec, d, method, seed).exists() for d in shown):
         return
     way = chosen(spec, "wide")
     net, seconds = attach(spec, seed, sp.FineTune()), 0.0
-    for density, epochs, spent in along(net, spec, seed, way.at, spec.epochs):
+    if is_shared:
+        net, seconds = restored(spec, 1.0, seed), json.loads(cell(spec, 1.0, "wide", seed).read_text())["seconds"]
+    for density, epochs, spent in along(net, varied, seed, way.at, skipped=int(is_shared)):
         seconds += spent
         right = accuracy(net, spec, seed)
-        print(f"{spec.name} seed {seed} at {density:.0%}: {right}, {seconds:.0f} s", flush=True)
+        print(f"{spec.name} {method} seed {seed} at {density:.0%}: {right}, {seconds:.0f} s", flush=True)
         if density in shown:
             WORK.mkdir(parents=True, exist_ok=True)
             task = sp.Task.of(net, spec.name)
-            size = task.save(task_file(spec, density, seed))
+            size = task.save(task_file(spec, density, seed, method))
             known: dict[str, Any] = {"learned": learned_in(net), "bytes": size, **shape_of(task, net)}
             known |= {**told(way.at(density)), "epochs": epochs.stop}
-            write(spec, density, "wide", seed, {"accuracy": right, **known, "seconds": round(seconds, 1)})
+            write(spec, density, method, seed, {"accuracy": right, **known, "seconds": round(seconds, 1)})
+
+
+STAGES = (*WIDE, "tails", "direct", "control")
+
+
+def control(spec: Spec, seed: int) -> None:
+    """The unpruned network, learned for as many epochs as one with 30% of the channels, extra ones included."""
+    if cell(spec, 1.0, "control", seed).exists():
+        return
+    last = 0.3 if 0.3 in spec.extra else min(spec.extra)
+    epochs = sum(count for density, count in spec.epochs.items() if density >= last) + spec.extra[last]
+    way, start = chosen(spec, "wide"), time.process_time()
+    net = attach(spec, seed, sp.FineTune())
+    learn_(net, spec, seed, range(epochs), way)
+    known = {"accuracy": accuracy(net, spec, seed), "learned": learned_in(net), "epochs": epochs, **told(way)}
+    write(spec, 1.0, "control", seed, {**known, "seconds": round(time.process_time() - start, 1)})
 
 
 def shape_of(task: sp.Task, net: nn.Module) -> dict[str, Any]:
@@ -153,21 +188,21 @@ def told(way: Learning) -> dict[str, Any]:
 def direct(spec: Spec, seed: int, rank: int) -> None:
     """SPLoRA learned as low rank, with the tails' epochs and teacher on a copy at each density that is shown."""
     method = f"direct-r{rank}"
-    if all(cell(spec, d, method, seed).exists() for d in (1.0, *spec.extra)):
+    if all(cell(spec, d, method, seed).exists() for d in spec.extra):
         return
     way, later = chosen(spec, "direct"), chosen(spec, "low-rank")
     net, seconds = attach(spec, seed, sp.SPLoRA(rank=rank)), 0.0
-    for density, epochs, spent in along(net, spec, seed, lambda _: way, spec.epochs):
+    for density, epochs, spent in along(net, spec, seed, lambda _: way):
         seconds += spent
-        known = {"epochs": epochs.stop, **told(way)}
-        if density == 1:
-            write(spec, density, method, seed, {**stored(net, spec, seed), **known, "seconds": round(seconds, 1)})
-        elif density in spec.extra:
+        if density in spec.extra:
             start, before = time.process_time(), accuracy(net, spec, seed)
             longer = copy.deepcopy(net)
             learn_(longer, spec, seed, extra(spec, density), later.at(density), teacher_of(spec, density, seed))
-            known["epochs"] += spec.extra[density]
-            known |= shape_of(sp.Task.of(net, spec.name), net)
+            known = {
+                "epochs": epochs.stop + spec.extra[density],
+                **told(way),
+                **shape_of(sp.Task.of(net, spec.name), net),
+            }
             found = {"untrained": before, **stored(longer, spec, seed), **known}
             write(spec, density, method, seed, found | {"seconds": round(seconds + time.process_time() - start, 1)})
 
@@ -196,6 +231,7 @@ def rest_bytes(net: nn.Module, spec: Spec) -> int:
 
 REFITS: dict[str, Callable[[], Any]] = {
     "r8-centre": lambda: sp.SPLoRA(rank=8, cap=True),  # narrow layers take as much as they can use
+    "r32-centre": lambda: sp.SPLoRA(rank=32, cap=True),
     "r8-kernel": lambda: sp.SPLoRA(rank=8, kernel="full", cap=True),
     "delta-1": lambda: sp.SPDelta(bits=1),
     "delta-2": lambda: sp.SPDelta(bits=2),
@@ -204,7 +240,9 @@ REFITS: dict[str, Callable[[], Any]] = {
 
 
 def contenders(spec: Spec, density: float) -> list[str]:
-    """The methods of a row; those that start from wide+ come after it."""
+    """The methods of a row; those that start from wide+ come after it. Unpruned networks have fewer."""
+    if density == 1:
+        return ["wide+", "free-4", "free-2", "r8-centre", "r32-centre", "delta-1", "bytes-20"]
     shares = ("10", "12", "20", "50") if density == 0.1 else ("10", "20", "50")
     coders = ("12", "20") if density == 0.1 else ("20",)
     budgets = [f"bytes-{share}" for share in shares]
@@ -214,7 +252,8 @@ def contenders(spec: Spec, density: float) -> list[str]:
 def way_of(method: str) -> str:
     """How a contender learns: as one of those that rates are chosen for."""
     kind = method.partition("-")[0]
-    return {"wide+": "wide+", "free": "free", "r8": "low-rank", "bytes": "budget"}.get(kind, "bits")
+    ways = {"wide+": "wide+", "free": "free", "r8": "low-rank", "r32": "low-rank", "bytes": "budget"}
+    return ways.get(kind, "bits")
 
 
 def tail(
@@ -329,7 +368,7 @@ def recalibrate_(net: nn.Module, spec: Spec, seed: int) -> None:
 
 
 def tails(spec: Spec, seed: int, asked: set[str]) -> None:
-    for density in spec.extra:
+    for density in sorted(spec.extra, key=lambda d: d == 1):  # unpruned networks cost most and are asked for least
         methods = [m for m in contenders(spec, density) if m in asked or not asked]
         missing = [m for m in methods if not cell(spec, density, m, seed).exists()]
         teacher = teacher_of(spec, density, seed) if missing else None
@@ -345,18 +384,22 @@ def tails(spec: Spec, seed: int, asked: set[str]) -> None:
             write(spec, density, method, seed, {**found, "epochs": spec.extra[density], **told(way), "seconds": spent})
 
 
-def run_all(specs: list[Spec], seeds: list[int], only: str | None, methods: set[str]) -> None:
+def run_all(specs: list[Spec], seeds: list[int], stages: list[str], methods: set[str]) -> None:
     """Seed by seed, so that one is whole before the next begins; text has one seed."""
     for seed in seeds:
         for spec in specs:
             if spec.network == "minilm" and seed:
                 continue
-            if only in (None, "wide"):
-                wide(spec, seed)
-            if only in (None, "tails"):
-                tails(spec, seed, methods)
-            for rank in (8, 32) if only in (None, "direct") else ():
-                direct(spec, seed, rank)
+            for stage in stages:
+                if stage in WIDE:
+                    wide(spec, seed, stage)
+                elif stage == "tails":
+                    tails(spec, seed, methods)
+                elif stage == "direct":
+                    direct(spec, seed, 8)
+                    direct(spec, seed, 32)
+                else:
+                    control(spec, seed)
 
 
 def main() -> None:
@@ -365,7 +408,7 @@ def main() -> None:
     parser.add_argument("command", choices=("rates", "run", "status", "page"))
     parser.add_argument("--data", default=",".join(SPECS))
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--only", choices=("wide", "direct", "tails"))
+    parser.add_argument("--stages", default="wide,tails,direct", help=f"of {', '.join(STAGES)}; all others need wide")
     parser.add_argument("--methods", default="", help="of the tails, by name; by default all")
     parser.add_argument("--work", type=Path, default=WORK)
     options = parser.parse_args()
@@ -381,7 +424,10 @@ def main() -> None:
     elif options.command == "run":
         seeds = [int(seed) for seed in options.seeds.split(",")]
         methods = set(filter(None, options.methods.split(",")))
-        run_all(specs, seeds, options.only, methods)
+        stages = options.stages.split(",")
+        if unknown := set(stages) - set(STAGES):
+            parser.error(f"no stages: {', '.join(sorted(unknown))}; expected some of {', '.join(STAGES)}")
+        run_all(specs, seeds, stages, methods)
     elif options.command == "status":
         print("\n".join(codes_page.status()))
     else:

@@ -99,15 +99,17 @@ def whole(each: Try, found: dict[str, Any] | None) -> None:
     """Go the whole schedule as far as tries go. Without what was found, no figure is written: only the network."""
     trial, start = replace(each.spec, is_search=True), time.process_time()
     net, last = attach(trial, SEED, sp.FineTune()), min(trial.searched)
-    epochs = {density: count for density, count in trial.epochs.items() if density >= last}
+    trial = replace(trial, epochs={density: count for density, count in trial.epochs.items() if density >= last})
     by_density = {}
-    for density, _, _ in codes.along(net, trial, SEED, each.learning.at, epochs):
+    for density, _, _ in codes.along(net, trial, SEED, each.learning.at):
         by_density[density] = accuracy(net, trial, SEED)
     kept(each).parent.mkdir(parents=True, exist_ok=True)
     sp.Task.of(net, trial.name).save(kept(each))
     if found is not None:
         spent = {"whole seconds": round(time.process_time() - start, 1)}
-        each.file.write_text(json.dumps({**found, "whole": by_density[last], "by density": by_density, **spent}, indent=1) + "\n")
+        each.file.write_text(
+            json.dumps({**found, "whole": by_density[last], "by density": by_density, **spent}, indent=1) + "\n"
+        )
         print(each.file.name, by_density, spent, flush=True)
 
 
@@ -135,11 +137,11 @@ def attempt(tries: list[Try]) -> None:
 
 def schedule(each: Try) -> Iterator[float]:
     """Learn and prune along the short schedule. After the first block its accuracy; then all of it is written."""
-    trial, start = replace(each.spec, is_search=True), time.process_time()
+    trial, start = replace(each.spec, is_search=True, epochs=each.spec.searched), time.process_time()
     net = attach(trial, SEED, sp.FineTune() if each.way == "wide" else sp.SPLoRA(rank=8))
     growing = each.learning.at if each.way == "wide" else lambda _: each.learning
     found: dict[str, Any] = {}
-    for density, _, spent in codes.along(net, trial, SEED, growing, trial.searched):
+    for density, _, spent in codes.along(net, trial, SEED, growing):
         right = accuracy(net, trial, SEED)
         if density == 1:
             found = {"unpruned": right}
