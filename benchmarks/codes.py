@@ -11,6 +11,8 @@ MiniLM. Every figure is a JSON file of its own, so that a run that was stopped g
 
     python benchmarks/codes.py rates --data cifar10
     python benchmarks/codes.py run --data cifar10,flowers102 --seeds 0,1,2
+    python benchmarks/codes.py run --stages wide-free,wide-random,control    # what else the paper's page compares
+    python benchmarks/codes.py latency
     python benchmarks/codes.py status
     python benchmarks/codes.py page
 
@@ -203,6 +205,7 @@ def direct(spec: Spec, seed: int, rank: int) -> None:
                 **told(way),
                 **shape_of(sp.Task.of(net, spec.name), net),
             }
+            sp.Task.of(longer, spec.name).save(task_file(spec, density, seed, method), storage="int8-all")
             found = {"untrained": before, **stored(longer, spec, seed), **known}
             write(spec, density, method, seed, found | {"seconds": round(seconds + time.process_time() - start, 1)})
 
@@ -384,6 +387,25 @@ def tails(spec: Spec, seed: int, asked: set[str]) -> None:
             write(spec, density, method, seed, {**found, "epochs": spec.extra[density], **told(way), "seconds": spent})
 
 
+def latency(spec: Spec) -> None:
+    """How fast the networks of seed 0 are whose task files are there, in turns with the base, with nothing beside it."""
+    methods = ("wide", "wide-free", "direct-r8", "direct-r32")
+    files = {(m, d): task_file(spec, d, 0, m) for m in methods for d in spec.extra if d < 1}
+    tasks = {f"{m} {100 * d:g}": sp.Task.load(file) for (m, d), file in files.items() if file.exists()}
+    measured = sp.bench(
+        base_of(spec, 0), tasks, example_of(spec, 0)[:1], batches=(1, 32), backends=("eager", "onnxruntime"), fold=True
+    )
+    print(measured)
+    folder = RESULTS / "latency"
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {**c.__dict__, "ms": 1000 * measured.timing(c.network, c.backend, c.batch).latency}
+        for c in measured.comparisons
+    ]
+    told = {"data": spec.name, "machine": dict(measured.machine), "rounds": measured.rounds, "rows": rows}
+    (folder / f"{spec.name}.json").write_text(json.dumps(told, indent=1) + "\n")
+
+
 def run_all(specs: list[Spec], seeds: list[int], stages: list[str], methods: set[str]) -> None:
     """Seed by seed, so that one is whole before the next begins; text has one seed."""
     for seed in seeds:
@@ -405,7 +427,7 @@ def run_all(specs: list[Spec], seeds: list[int], stages: list[str], methods: set
 def main() -> None:
     global WORK
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("rates", "run", "status", "page"))
+    parser.add_argument("command", choices=("rates", "run", "latency", "status", "page"))
     parser.add_argument("--data", default=",".join(SPECS))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--stages", default="wide,tails,direct", help=f"of {', '.join(STAGES)}; all others need wide")
@@ -428,6 +450,9 @@ def main() -> None:
         if unknown := set(stages) - set(STAGES):
             parser.error(f"no stages: {', '.join(sorted(unknown))}; expected some of {', '.join(STAGES)}")
         run_all(specs, seeds, stages, methods)
+    elif options.command == "latency":
+        for spec in specs:
+            latency(spec)
     elif options.command == "status":
         print("\n".join(codes_page.status()))
     else:

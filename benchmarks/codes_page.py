@@ -25,6 +25,7 @@ TITLES = {
     "direct-r8": "SPLoRA r8, learned directly",
     "direct-r32": "SPLoRA r32, learned directly",
     "r8-centre": "refit SPLoRA r8, the paper's form",
+    "r32-centre": "refit SPLoRA r32, the paper's form",
     "r8-kernel": "refit SPLoRA r8, whole kernel",
     "delta-1": "refit SPDelta, 1 bit",
     "delta-2": "refit SPDelta, 2 bits",
@@ -41,7 +42,7 @@ FAMILIES = {
     "no base": ("free-8", "free-4", "free-2"),
     "SPDelta": ("delta-4", "delta-2", "delta-1"),
     "budgets": ("bytes-10", "bytes-12", "bytes-20", "bytes-50"),
-    "SPLoRA r8": ("r8-kernel", "r8-centre"),
+    "SPLoRA": ("r8-kernel", "r32-centre", "r8-centre"),
     "NNCodec": ("nncodec-12", "nncodec-20"),
 }
 """What a line of the figure joins: one way to write a network, in ever fewer bytes."""
@@ -54,19 +55,8 @@ def methods_of(spec: Spec, density: float) -> list[str]:
 
 
 def collected() -> Found:
-    """All cells that are shown, by data set, density and method, and then by seed.
-
-    Of a data set those of before rates were chosen by search, until a whole seed has been measured since.
-    """
-    now, before = _read(RESULTS), _read(RESULTS / "before")
-    return {
-        key: cells for found in (now, before) for key, cells in found.items() if is_new(now, key[0]) == (found is now)
-    }
-
-
-def is_new(found: Found, name: str) -> bool:
-    """Whether the cells of a data set are there that the claims are about."""
-    return all((name, density, method) in found for density in SPECS[name].extra for method in ("wide+", "bytes-20"))
+    """All cells, by data set, density and method, and then by seed."""
+    return _read(RESULTS)
 
 
 def _read(folder: Path) -> Found:
@@ -102,8 +92,7 @@ def guess(found: Found, spec: Spec, density: float, method: str) -> float:
     """Seconds that a cell will take: as others of its kind, of its method, or all tails of the data; 0 where none."""
     if method.startswith(("wide", "direct")) and method != "wide+" and density != min(spec.extra):
         return 0.0  # it is on the way to the last
-    known = [(k, c) for cells in (found, _read(RESULTS / "before")) for k, by in cells.items() for c in by.values()]
-    same = [(k, c["seconds"]) for k, c in known if k[0] == spec.name]
+    same = [(k, c["seconds"]) for k, cells in found.items() for c in cells.values() if k[0] == spec.name]
     for kept in ((spec.name, density, method), (spec.name, method), (spec.name,)):
         seconds = [spent for key, spent in same if kept in (key, (key[0], key[2]), key[:1])]
         if seconds:
@@ -267,8 +256,9 @@ def rates() -> list[str]:
         for way in WAYS:
             tries = tries_of(spec, way)
             best = {o: best_of(spec, way, o) for o in ("sgd", "adamw") if any(is_whole(t, o) for t in tries)}
-            ordered = sorted(best.values(), key=lambda found: -found["accuracy"])
-            said = [f"{NAMES[t['optimizer']]} {t['rate']:g}: {t['accuracy']:.1f}" for t in ordered]
+            ended = {o: found.get("whole", found["accuracy"]) for o, found in best.items()}
+            ordered = sorted(best.values(), key=lambda found: -ended[found["optimizer"]])
+            said = [f"{NAMES[t['optimizer']]} {t['rate']:g}: {ended[t['optimizer']]:.1f}" for t in ordered]
             row.append("; ".join([f"**{said[0]}**", *said[1:]]) + f" ({len(tries)})" if said else "*missing*")
         lines.append(f"| {spec.title.partition(',')[0]} | {' | '.join(row)} |")
     return lines
@@ -294,7 +284,6 @@ def page() -> str:
     lines = [
         *INTRODUCTION.strip().splitlines(),
         "",
-        *from_before(found),
         "## In short",
         "",
         *in_short(found),
@@ -314,19 +303,6 @@ def page() -> str:
     lines += ["## Against quantisation alone", "", *RIVALS.strip().splitlines(), "", *rivals(found), ""]
     lines += ["## Rates", "", *RATES_TEXT.strip().splitlines(), "", *rates(), ""]
     return "\n".join([*lines, *TRIED.strip().splitlines()]) + "\n"
-
-
-def from_before(found: Found) -> list[str]:
-    """Which figures were measured with rates that no search has chosen."""
-    now = _read(RESULTS)
-    names = [name for name in SPECS if not is_new(now, name) and any(key[0] == name for key in found)]
-    if not names:
-        return []
-    *others, last = [SPECS[name].title.partition(",")[0] for name in names]
-    titles = f"{', '.join(others)} and {last}" if others else last
-    said = f"Figures of {titles} are from before [rates](#rates) were searched for, with widths as they "
-    said += "came instead of multiples of 8 on ResNet-50, and with heads in a byte for each weight in all budgets."
-    return [*textwrap.wrap(said + "".join(BEFORE[name] for name in names), 118), ""]
 
 
 def in_short(found: Found) -> list[str]:
@@ -366,15 +342,6 @@ in float32. All contenders of a row share data, masks, extra epochs and the teac
 directly learned SPLoRA has masks of its own. Processor seconds are of the whole way for fine-pruning and directly
 learned SPLoRA, and of what comes after fine-pruning for all others.
 """
-BEFORE = {
-    "cifar10": "",
-    "flowers102": " On Flowers all codes, and weights without the base, were measured with norms and head in 16 bits, "
-    "before small files were packed, which would save each of them about a kilobyte; its budgets were made to fit "
-    "once, after learning on, and before signs came first; [below](#small-budgets) is what that cost.",
-    "catsanddogs": "",
-    "trec": "",
-}
-"""Of data sets whose cells are from before rates were searched for, what else was other then."""
 RIVALS = """
 Points above the same weights stored without the base in the same bytes (CIFAR-10, Flowers, Cats & Dogs; between 2, 4
 and 8 bits interpolated; below the bytes of 2 bits compared with 2 bits, which are then larger). The rival's bytes have
@@ -383,10 +350,13 @@ no header and no table, those of all refits are whole files.
 RATES_TEXT = """
 Optimiser and rate of each way to learn are chosen by `python benchmarks/codes.py rates`, on samples that are neither
 learned from nor tested on: 2,000 other images of CIFAR-10, a fifth of the training samples of the others. Three rates
-by SGD and three by AdamW, a factor of three apart, and farther where the best was the last; along a shorter schedule
-down to 30% of the channels (50% of the MACs), whose worse half ends before the first prune. The best of each optimiser,
-and how many were tried; per cent of the validation samples, whose standard error is 1.0 points on CIFAR-10 and 1.8 to
-2.4 on the others. Below 50% of the channels rates grow by the root of 0.5 / density, but for directly learned SPLoRA.
+by SGD and three by AdamW, a factor of three apart, and farther where the best was the last. Fine-pruning and directly
+learned SPLoRA are tried along a shorter schedule down to 30% of the channels (50% of the MACs), whose worse half ends
+before the first prune. The three best of fine-pruning, one by each optimiser at least, then go the whole schedule, and
+its end decides: the rates that are best in a few epochs are not best in many. All others are tried on the network that
+comes of it. Below: the best of each optimiser, and how many were tried; per cent of the validation samples, whose
+standard error is 1.0 points on CIFAR-10 and 1.7 to 2.3 on the others. Below 50% of the channels rates grow by the root
+of 0.5 / density, but for directly learned SPLoRA.
 """
 WAYS = {
     "wide": "fine-pruning",
@@ -394,122 +364,56 @@ WAYS = {
     "wide+": "extra epochs",
     "free": "no base",
     "low-rank": "refit SPLoRA",
-    "bits": "refit SPDelta, budgets",
+    "bits": "refit SPDelta",
+    "budget": "budgets",
 }
 NAMES = {"sgd": "SGD", "adamw": "AdamW"}
 TRIED = """
 ## What was tried
 
-Rates of figures from before that search were chosen on seed 0 by the test images themselves: these figures are that
-much too good. Contenders were not tuned alike: weights without the base share the rate of fine-pruning's extra epochs,
-which was tried for the latter alone; directly learned SPLoRA has the rate of earlier trials, NNCodec only its step.
-AdamW; below 50% of the channels all rates but those of directly learned SPLoRA grow by the root of 0.5 / density
-("growing").
+Single runs on seed 0 unless it says otherwise, on the way to what is above, with the test images: they say why things
+are as they are, and a point here or there says nothing. "Before": of the network at that time, with other epochs.
 
-| seed 0, one run each | tried | right, % | taken |
-|---|---|---|---|
-| fine-pruning, Cats & Dogs, 50 / 30 / 10% | 3e-4 | 89.6 / 89.9 / 87.7 | 3e-4, growing (untried then) |
-| fine-pruning, Flowers, 10% | 3e-4; 6e-4, 1.2e-3 from 30% on; growing | 50.3; 57.0, 58.9; 57.2 | growing |
-| fine-pruning, CIFAR-10, 30 / 20 / 10% | 2e-3; 2e-3, growing | 69.5 / 61.4 / 40.9; 69.9 / 65.9 / 41.0 | growing |
-| extra epochs, Flowers, 10%; CIFAR-10, 30% | 2e-4, 5e-4; 2e-4, 1e-3 | 56.9, 55.9; 70.4, 70.6 | 2e-4; 1e-3 |
-| SPDelta 1 bit, Flowers, 10% | 2e-4; 5e-4; 5e-4, norms too | 55.2; 53.2; 53.1 | 2e-4 |
-| SPDelta 1 bit, CIFAR-10, 30% | 2e-4; 1e-3, norms too | 68.1; 68.7 | 1e-3 |
-| refit SPLoRA r8, CIFAR-10, 30% | 1e-3; 3e-3, norms at 1e-3 | 57.7; 61.1 | 3e-3 |
-
-A point here or there says nothing in these. What a file of CIFAR-10's ResNet-20 with one bit for each weight is made
-of, in bytes, before small files were packed (header and table deflated with a dictionary, scales in a byte) and since:
-
-| | header | table | masks | norms, head | codes | their scales | file | without any delta |
-|---|---|---|---|---|---|---|---|---|
-| 50% of the channels, before | 1,056 | 774 | 64 | 2,984 | 7,142 | 848 | 12,868 | 4,732 |
-| 50% | 402 | 532 | 64 | 2,887 | 7,142 | 426 | 11,453 | 3,860 |
-| 30%, before | 1,048 | 774 | 64 | 1,692 | 2,568 | 502 | 6,648 | 3,432 |
-| 30% | 400 | 532 | 64 | 1,595 | 2,568 | 253 | 5,412 | 2,567 |
-| 10%, before | 1,032 | 774 | 64 | 732 | 297 | 162 | 3,061 | 2,472 |
-| 10% | 389 | 532 | 64 | 635 | 297 | 83 | 2,000 | 1,606 |
-
-What is left are norms, with four bytes for each channel, and the head. Rounded further at 30% (nothing learned
-afterwards, 2,000 test images), the head is as good in four bits, 68.5% beside 68.6%; norms have 68.2% in six bits and
-65.8% in five. Neither is done. At 10% the file without any delta is larger than 1/12 of fine-pruning's 13 KB, so
-that budget cannot be met there. Before small files were packed (another run of fine-pruning, seed 0), 1/20 of the bytes
-had 57.1% at 30% where fine-pruning with the extra epochs had 70.6%, and 74.3% at 50% beside 76.9%.
+- *Rates.* A search by a short schedule alone chose SGD for fine-pruning on ResNet-50, which then had 66.9% on Flowers
+  and 86.1% on Cats & Dogs at half of the channels, where AdamW had 70.2 and 90.5. And it chose rates for tails that
+  took a budget on Flowers from 66.6% before learning on to 64.2% after it.
+- *Growing rates.* Fine-pruning by AdamW at 10% of the channels: on Flowers 50.3% at the rate of the densities before,
+  57.2% at 2.2 times that; on CIFAR-10 at 20% 61.4 and 65.9%.
+- *Norms in 8 bits* lost more than codes did, until roots of variances were stored wherever a small one stands beside
+  large ones: Cats & Dogs at 10% with a bit a weight, nothing learned afterwards, had 78.0%, has 87.5%, and 88.0% in
+  float32.
 
 ### Small budgets
 
-On CIFAR-10 at 30% a budget of 1/20 (4,820 bytes) does worse than one bit everywhere, which is 1/17. One run each,
-seed 0. "Freely": learned on without a look at the file. "At the end": made to fit once, after that. "Held": made to fit
-after every epoch, by rounding with a wider step, which learning on keeps.
+A file of CIFAR-10's ResNet-20 with one bit for each weight, in bytes:
 
-| CIFAR-10, 30%, spent on | before learning on | freely | at the end | held |
-|---|---|---|---|---|
-| whatever saves most, as it is | 44.3%, 4,594 bytes | 65.2%, 4,848 | 63.9%, 4,820 | 64.0%, 4,773 |
-| the same without low rank | 51.9%, 4,618 | 67.1%, 4,963 | 61.0%, 4,817 | 66.2%, 4,812 |
-| the same with low rank from rank 8 on | | | | 66.2%, 4,812, the same codes |
-| three levels everywhere, one step for all | 45.9%, 4,628 | | | 65.3%, 4,645 (twice an epoch) |
+| | header | table | masks | norms, head | codes | their scales | file | without any delta |
+|---|---|---|---|---|---|---|---|---|
+| 50% of the channels | 402 | 532 | 64 | 2,887 | 7,142 | 426 | 11,453 | 3,860 |
+| 30% | 400 | 532 | 64 | 1,595 | 2,568 | 253 | 5,412 | 2,567 |
+| 10% | 389 | 532 | 64 | 635 | 297 | 83 | 2,000 | 1,606 |
 
-Codes that learn on leave zero, and deflate worse; to make them fit once, at the end, costs some of what was learned. So
-a budget is now held after every epoch. With codes as they are spent now that gains next to nothing, and without low
-rank five points. Yet low rank is left as it was: on Cats & Dogs at 30% (one standard error is 1.0) held files have
-89.3% without it and 90.5% with it from rank 8 on, and 90.9% with all of it and made to fit at the end. A better choice
-of codes for small layers was still to be found then. The one step is in units of the root mean square of each row.
+Half of it is no code at all. What that became, with 30% of the channels and 1/20 of the bytes (before, fine-pruning
+71.0% with the extra epochs):
 
-Signs learn better than what saves most before learning on. Another run of fine-pruning (seed 0, one run each; with the
-extra epochs 71.0% at 30% of the channels and 76.6% at 50%), budgets held, low rank from rank 8 on unless "as it is":
+| spent on | right, % |
+|---|---|
+| whatever saves most error, held to the budget after every epoch by wider steps | 62.9 |
+| few bits never below one for each entry | 64.4 |
+| signs first: no weight is left with more error than signs leave, or, where signs do not fit, gets more bits | 64.6 |
+| the same, two numbers for each channel of a norm instead of four | 65.0 |
+| the same, no room left for signs to grow, which they do not | 66.3 |
 
-| CIFAR-10, spent on | at | before learning on | held |
-|---|---|---|---|
-| whatever saves most | 30%, 1/20 | 41.1% | 62.9%, 4,572 bytes |
-| few bits never below one for each entry | 30%, 1/20 | 39.9% | 64.4%, 4,509 bytes |
-| signs or nothing | 30%, 1/20 | 46.1% | 65.5%, 4,599 bytes |
-| whatever saves most | 30%, 500 bytes more | 58.7% | 65.6%, 5,054 bytes |
-| signs or nothing | 30%, 600 bytes more | 61.4% | 69.4%, 5,195 bytes |
-| whatever saves most, as it is | 50%, 1/20 | 71.4% | 75.2%, 13,150 bytes |
-| no weight in more error than its signs leave | 50%, 1/20 | 71.8% | 76.0%, 12,852 bytes |
+Signs learn better than what saves most before learning on (46.1% and 41.1% then, 65.5% and 62.9% in the end). Rows of
+fewer than 128 entries may share a scale: 51.5% become 57.9%, and 47.4% become 50.5% on seed 1, before learning on.
+Heads of this small network take 4 bits a weight: 68.6% instead of 69.1% where nothing is learned afterwards. Norms in 7
+or 6 bits have 68.8% and would save 150 or 250 bytes, a twentieth of the file for a change of the format; that is not
+done. Low rank below 8 is taken only where it has less error than signs: with any, CIFAR-10 lost two points, Cats & Dogs
+none. With 10% of the channels a file without any delta takes more than 1/12 of fine-pruning's 13 KB, so that no budget
+can meet that.
 
-So signs come first now: where those of all weights fit, no weight is left with more error than they leave; where they
-do not, none gets more bits. And batch norms take two numbers for each channel: their weights and biases are the base's,
-and their statistics are moved so that they compute the same (19 of ResNet-20's 22 norms, 390 bytes at 30% and 715 at
-50%). Another step at a time, the same networks:
-
-| CIFAR-10, spent on | at | before learning on | held |
-|---|---|---|---|
-| signs first | 30%, 1/20 | 45.9% | 64.6%, 4,402 bytes |
-| the same, two numbers for each channel of a norm | 30%, 1/20 | 46.8% | 65.0%, 4,445 bytes |
-| the same, no room left for signs to grow | 30%, 1/20 | 51.7% | 66.3%, 4,615 bytes |
-| signs first | 50%, 1/20 | 72.6% | 75.8%, 13,106 bytes |
-| the same, two numbers for each channel of a norm | 50%, 1/20 | 72.3% | 75.7%, 13,108 bytes |
-
-Rows of fewer than 128 entries may share a scale now, before it was fewer than 64. Before learning on, with 30% of the
-channels, 51.5% become 57.9% (seed 0) and 47.4% become 50.5% (seed 1); with 50%, 73.1% become 72.9% and 72.4% become
-72.5%. At 30% five and four of 22 layers still get nothing.
-MiniLM on SST-2 with half of its MACs in 900,000 bytes is the same with the rule and without it (85.1%, nothing learned
-afterwards). ResNet-50 on Cats & Dogs has it in the table above.
-
-Norms in 8 bits lost more than codes did, until roots of variances were stored wherever a small one stands beside large
-ones: Cats & Dogs at 10% of the channels with one bit for each weight, nothing learned afterwards, has 88.0% in float32,
-had 78.0% and has 87.5%. ResNet-20 is the same either way, to 0.1 points (two seeds, three shares of
-channels).
-
-Half of such a file is no code at all. What rounding its other numbers would save, nothing learned afterwards: bytes of
-norms and head as they are and deflated, and accuracy (fine-pruning with the extra epochs, head in 255 or 15 levels,
-weights and biases of norms in 255, 127 or 63, statistics in 255, 127, 63 or 31):
-
-| head, norms, statistics | 30%, bytes | 30%, right | 50%, bytes | 50%, right |
-|---|---|---|---|---|
-| 255, 255, 255 | 1,494 (does not deflate) | 69.1 | 2,759 of 2,786 | 76.2 |
-| 15, 255, 255 | 1,385 | 68.6 | 2,436 | 76.3 |
-| 15, 127, 127 | 1,232 | 68.8 | 2,176 | 76.0 |
-| 15, 127, 63 | 1,196 | 68.9 | 2,111 | 75.3 |
-| 15, 63, 63 | 1,131 | 68.8 | 2,006 | 75.5 |
-| 15, 63, 31 | 1,094 | 67.6 | 1,950 | 74.6 |
-
-None of that is done: it is a change of the format for a twentieth of a small file. At 10% the 1,609 bytes without any
-delta are 120 of container, 237 of header (64 of them digests), 545 of table, 64 of masks and 635 of norms and head;
-1/12 would be 1,078, so all of this together would not do, with two numbers for each channel of a norm neither.
-
-Not tried: the rate of low-rank factors on ResNet-50, of scales, of weights without the base. Ranks are lowered where a
-layer is too narrow for 8 (`cap=True`). NNCodec codes the deltas of fine-pruning with extra epochs; norms are
-recalibrated, nothing is learned afterwards. MiniLM's embeddings stay the
-base's in all contenders, and weights without the base are not charged for them, which favours those. "Does not fit":
-norms, head, masks and table alone are more than the budget; such cells are left out of means over data sets.
+Ranks are lowered where a layer is too narrow for them (`cap=True`). NNCodec codes the deltas of fine-pruning with extra
+epochs; norms are recalibrated, nothing is learned afterwards. MiniLM's embeddings stay the base's in all contenders,
+and weights without the base are not charged for them, which favours those. "Does not fit": norms, head, masks and table
+alone are more than the budget; such cells are left out of means over data sets.
 """
