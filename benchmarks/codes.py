@@ -388,7 +388,7 @@ def tails(spec: Spec, seed: int, asked: set[str]) -> None:
 
 
 def latency(spec: Spec) -> None:
-    """How fast the networks of seed 0 are whose task files are there, in turns with the base, with nothing beside it."""
+    """How fast networks of seed 0 are whose task files are there, in turns with the base, nothing beside it."""
     methods = ("wide", "wide-free", "direct-r8", "direct-r32")
     files = {(m, d): task_file(spec, d, 0, m) for m in methods for d in spec.extra if d < 1}
     tasks = {f"{m} {100 * d:g}": sp.Task.load(file) for (m, d), file in files.items() if file.exists()}

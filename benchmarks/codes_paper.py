@@ -1,0 +1,299 @@
+"""What docs/paper.md and README.md say of learning wide, from the cells of codes.py: a claim, tables, three figures.
+
+Texts have marks, ``<!-- codes: NAME -->`` to ``<!-- end -->``, and what is between them is made here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from codes import WIDE
+from codes_learning import RESULTS, SPECS, tries_of
+from codes_page import IMAGES, TITLES, Found, against_wide, mean, over_sets
+from spalier.reporting.draw import Cell, Dot, Figure, Line, Mark, Panel, linear, logarithmic
+
+MARK = re.compile(r"(<!-- codes: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+DENSITIES = (1.0, 0.5, 0.3, 0.1)
+SHOWN = {
+    "fine-pruning": ("wide+",),
+    "fine-pruning, free writers": ("wide-free",),
+    "SPLoRA r32, directly": ("direct-r32",),
+    "SPLoRA r8, directly": ("direct-r8",),
+    "SPLoRA r32, refit": ("r32-centre",),
+    "SPLoRA r8, refit": ("r8-centre",),
+    "SPDelta": ("delta-1", "delta-2", "delta-4"),
+    "budgets": ("bytes-10", "bytes-12", "bytes-20", "bytes-50"),
+    "weights without the base": ("free-8", "free-4", "free-2"),
+}
+"""What a figure of all axes shows, by kind."""
+TABLE = (
+    "wide", "wide+", "direct-r32", "direct-r8", "r32-centre", "r8-centre", "delta-1", "delta-2", "bytes-20", "bytes-12",
+    "free-4", "free-2",
+)  # fmt: skip
+CRITERIA = ("taylor", "lrp", "gradient", "weight", "random")
+
+
+def short(name: str) -> str:
+    return SPECS[name].title.partition(",")[0]
+
+
+def good(found: Found, name: str, density: float, method: str) -> dict[int, dict[str, Any]]:
+    """The cells that have an accuracy, by seed."""
+    return {s: c for s, c in found.get((name, density, method), {}).items() if "accuracy" in c}
+
+
+def rows(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    heads = list(heads)
+    return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {' | '.join(r)} |" for r in lines)])
+
+
+def seeds_of(found: Found, name: str, density: float, method: str) -> str:
+    """Accuracy, and of how many seeds it is where that is not three."""
+    cells = good(found, name, density, method)
+    few = f" ({len(cells)})" if cells and len(cells) != 3 else ""
+    return mean([c["accuracy"] for c in cells.values()]) + few if cells else ""
+
+
+# the claim
+
+
+def claim(found: Found) -> str:
+    """The sentence that a reader can act on."""
+    said = []
+    for density, method, share in ((0.5, "bytes-20", 20), (0.3, "bytes-20", 20), (0.1, "bytes-12", 12)):
+        leads = against_wide(found, density, method)
+        if leads:
+            sets = "three data sets" if len(leads) == 3 else f"{len(leads)} of three data sets"
+            said.append(f"{over_sets(leads):+.1f} points in 1/{share} of its bytes at {density:.0%} ({sets})")
+    count = min(len(v) for d, m in ((0.5, "bytes-20"), (0.3, "bytes-20")) for v in against_wide(found, d, m).values())
+    seeds = {1: "one seed", 2: "two seeds", 3: "three seeds"}[count]
+    text = (
+        f"**Learned wide and stored narrow, a task has fine-pruning's accuracy in a small part of its bytes**: "
+        f"against fine-pruning with as many epochs {', '.join(said[:-1])} and {said[-1]} of the channels; means over "
+        f"data sets, {seeds} at least."
+    )
+    return "\n".join(textwrap.wrap(text, 100))
+
+
+def readme(found: Found) -> str:
+    """Budgets against fine-pruning with the same epochs."""
+    lines = []
+    for density, method, share in ((0.5, "bytes-20", "1/20"), (0.3, "bytes-20", "1/20"), (0.1, "bytes-12", "1/12")):
+        row = [f"{density:.0%} of the channels, {share} of the bytes"]
+        for name in IMAGES:
+            leads, cells = against_wide(found, density, method).get(name), good(found, name, density, method)
+            if leads:
+                size = statistics.mean(c["bytes"] for c in cells.values())
+                row.append(
+                    f"{mean(leads, '+')}, {size / 1e6:.2f} MB"
+                    if size > 1e5
+                    else f"{mean(leads, '+')}, {size / 1e3:.0f} KB"
+                )
+            else:
+                row.append("does not fit" if found.get((name, density, method)) else "not measured")
+        lines.append(row)
+    return rows(["", *(SPECS[name].title for name in IMAGES)], lines)
+
+
+# tables
+
+
+def table(found: Found) -> str:
+    """Every contender at every share of channels."""
+    lines = []
+    for name in IMAGES:
+        for method in TABLE:
+            row = [seeds_of(found, name, d, method) for d in DENSITIES]
+            if any(row):
+                sizes = [
+                    statistics.mean(c["bytes"] for c in cells.values()) / 1000
+                    for d in (0.3, 0.1)
+                    if (cells := good(found, name, d, method))
+                ]
+                said = " / ".join(f"{size:,.0f}" if size >= 10 else f"{size:.1f}" for size in sizes)
+                lines.append([short(name), TITLES[method].strip("*"), *row, said])
+    return rows(["data", "", *(f"{d:.0%}" for d in DENSITIES), "KB at 30 / 10%"], lines)
+
+
+def against(found: Found, method: str, other: str = "wide") -> Callable[[str, float], str]:
+    """Points of one way to prune above another, by seeds that both have."""
+
+    def points(name: str, density: float) -> str:
+        ours, theirs = (good(found, name, density, m) for m in (method, other))
+        both = sorted(set(ours) & set(theirs))
+        few = f" ({len(both)})" if len(both) != 3 else ""
+        return mean([ours[s]["accuracy"] - theirs[s]["accuracy"] for s in both], "+") + few if both else ""
+
+    return points
+
+
+def criteria(found: Found) -> str:
+    """Fine-pruning by each criterion; all share the unpruned network."""
+    lines = []
+    for name in IMAGES:
+        for criterion in CRITERIA:
+            method = "wide" if criterion == "taylor" else f"wide-{criterion}"
+            row = [seeds_of(found, name, d, method) for d in DENSITIES[1:]]
+            if any(row) and any(good(found, name, 0.3, f"wide-{c}") for c in CRITERIA[1:]):
+                lines.append([short(name), criterion, *row])
+    return rows(["data", "criterion", "50%", "30%", "10%"], lines)
+
+
+def writers(found: Found) -> str:
+    """Free against coupled writers: accuracy, MACs and latency at equal channels."""
+    lines = []
+    for name in IMAGES:
+        fast = latencies(name)
+        for density in DENSITIES[1:]:
+            row = [short(name), f"{density:.0%}"]
+            for method in ("wide", "wide-free"):
+                cells = good(found, name, density, method)
+                if not cells:
+                    break
+                macs = statistics.mean(c["macs"][0] for c in cells.values()) / 1e6
+                row += [seeds_of(found, name, density, method), f"{macs:,.1f}", fast.get((method, density), "")]
+            else:
+                lines.append(row)
+    heads = ["data", "channels", "coupled", "M MACs", "ms", "free", "M MACs", "ms"]
+    return rows(heads, lines)
+
+
+def latencies(name: str, backend: str = "onnxruntime", batch: int = 1) -> dict[tuple[str, float], str]:
+    """Milliseconds by method and density, where they were measured."""
+    return {key: f"{ms:.2f}" for key, ms in milliseconds(name, backend, batch).items()}
+
+
+def milliseconds(name: str, backend: str = "onnxruntime", batch: int = 1) -> dict[tuple[str, float], float]:
+    file = RESULTS / "latency" / f"{name}.json"
+    if not file.is_file():
+        return {}
+    read = json.loads(file.read_text())["rows"]
+    chosen = [r for r in read if (r["backend"], r["batch"]) == (backend, batch) and r["speedup"] is not None]
+    named = [(*r["network"].rsplit(" ", 1), r["ms"]) for r in chosen]
+    return {(method, float(percent) / 100): ms for method, percent, ms in named}
+
+
+def convergence(found: Found) -> str:
+    """Whether more epochs would change the picture: half as many, and twice as many, for fine-pruning."""
+    lines = []
+    for name in IMAGES:
+        for method, times in (("wide-half", "0.5"), ("wide", "1"), ("wide-double", "2")):
+            same = set(good(found, name, 0.3, "wide-double")) or {0}
+            cells = [{s: c for s, c in good(found, name, d, method).items() if s in same} for d in DENSITIES]
+            if any(cells):
+                row = [mean([c["accuracy"] for c in each.values()]) if each else "" for each in cells]
+                hours = [c["seconds"] / 3600 for c in cells[-1].values()]
+                lines.append([short(name), times, *row, f"{statistics.mean(hours):.2f}" if hours else ""])
+        unpruned = good(found, name, 1.0, "control")
+        if unpruned:
+            count = next(iter(unpruned.values()))
+            lines.append(
+                [
+                    short(name),
+                    f"unpruned, {count['epochs']} epochs",
+                    seeds_of(found, name, 1.0, "control"),
+                    "",
+                    "",
+                    "",
+                    f"{count['seconds'] / 3600:.2f}",
+                ]
+            )
+    return rows(["data", "epochs", *(f"{d:.0%}" for d in DENSITIES), "processor hours"], lines)
+
+
+def search_costs() -> str:
+    """What the search of rates took."""
+    spent = {
+        name: sum(
+            t["seconds"] + t.get("whole seconds", 0)
+            for way in ("wide", "direct", "wide+", "free", "low-rank", "bits", "budget")
+            for t in tries_of(SPECS[name], way)
+        )
+        / 3600
+        for name in IMAGES
+    }
+    return ", ".join(f"{short(name)} {hours:.1f}" for name, hours in spent.items())
+
+
+PARTS: Mapping[str, Callable[[Found], str]] = {
+    "claim": claim,
+    "readme": readme,
+    "table": table,
+    "criteria": criteria,
+    "writers": writers,
+    "convergence": convergence,
+}
+
+
+def written(text: str, found: Found) -> str:
+    """A text with what is between its marks made anew."""
+    return MARK.sub(lambda match: f"{match[1]}\n{PARTS[match[2]](found)}\n\n{match[3]}", text)
+
+
+# figures
+
+
+def figures(found: Found) -> list[Figure]:
+    """Accuracy against bytes, MACs and milliseconds; a panel for each data set, with the front of what is best."""
+
+    def size(name: str, density: float, method: str, cells: list[dict[str, Any]]) -> float | None:
+        return statistics.mean(c["bytes"] for c in cells) / 1000
+
+    def macs(name: str, density: float, method: str, cells: list[dict[str, Any]]) -> float | None:
+        own = [c for c in cells if c.get("macs")] or list(good(found, name, density, "wide").values())
+        known = [c["macs"][0] for c in own if c.get("macs")]
+        return statistics.mean(known) / 1e6 if known else None
+
+    def time(name: str, density: float, method: str, cells: list[dict[str, Any]]) -> float | None:
+        fast = milliseconds(name)
+        return fast.get((method if method in (*WIDE, "direct-r8", "direct-r32") else "wide", density))
+
+    axes = (
+        ("bytes", "Accuracy against the bytes of the file", "kilobytes of the file", size),
+        ("macs", "Accuracy against MACs", "million MACs", macs),
+        ("latency", "Accuracy against latency", "ms for one image, onnxruntime, one thread", time),
+    )
+    return [_figure(found, *axis) for axis in axes]
+
+
+def _figure(found: Found, key: str, title: str, unit: str, cost: Callable[..., float | None]) -> Figure:
+    panels: list[Panel] = []
+    told: list[list[Cell]] = []
+    for name in IMAGES:
+        marks: list[Mark] = []
+        points = []
+        for number, (family, methods) in enumerate(SHOWN.items()):
+            for density in DENSITIES:
+                for method in methods:
+                    cells = list(good(found, name, density, method).values())
+                    at = cost(name, density, method, cells) if cells else None
+                    if at is None:
+                        continue
+                    right = statistics.mean(c["accuracy"] for c in cells)
+                    label = TITLES.get(method, family).strip("*")
+                    tip = f"{label}, {density:.0%} of the channels\n{right:.1f}%, {at:,.2f} {unit}, seeds: {len(cells)}"
+                    marks.append(Dot(at, right, f"s{number % 8}", tip))
+                    points.append((at, right))
+                    told.append([SPECS[name].title, density, label, round(at, 3), round(right, 3), len(cells)])
+        if not points:
+            continue
+        front = sorted(p for p in points if not any(q[0] <= p[0] and q[1] > p[1] for q in points))
+        marks.append(Line(front, "s0", "front"))
+        x = logarithmic(unit, [p[0] for p in points])
+        y = linear("test accuracy", [p[1] for p in points], most=100, text=lambda v: f"{v:g}%")
+        panels.append(Panel(x, y, marks, short(name)))
+    caption = "Further up and further left is better; the line joins what nothing else is better than in both."
+    return Figure(key, title, caption, panels, ["data", "channels", "code", unit, "accuracy", "seeds"], told)
+
+
+def write(root: Path, found: Found) -> None:
+    """Both texts, between their marks."""
+    for name in ("README.md", "docs/paper.md"):
+        file = root / name
+        file.write_text(written(file.read_text("utf-8"), found), encoding="utf-8")
