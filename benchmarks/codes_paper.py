@@ -243,21 +243,21 @@ def figures(found: Found) -> list[Figure]:
     """Accuracy against bytes, MACs and milliseconds; a panel for each data set, with the front of what is best."""
 
     def size(name: str, density: float, method: str, cells: list[dict[str, Any]]) -> float | None:
-        return statistics.mean(c["bytes"] for c in cells) / 1000
+        return float(statistics.mean(c["bytes"] for c in cells)) / 1000
 
     def macs(name: str, density: float, method: str, cells: list[dict[str, Any]]) -> float | None:
         own = [c for c in cells if c.get("macs")] or list(good(found, name, density, "wide").values())
         known = [c["macs"][0] for c in own if c.get("macs")]
-        return statistics.mean(known) / 1e6 if known else None
+        return float(statistics.mean(known)) / 1e6 if known else None
 
-    def time(name: str, density: float, method: str, cells: list[dict[str, Any]]) -> float | None:
+    def latency(name: str, density: float, method: str, cells: list[dict[str, Any]]) -> float | None:
         fast = milliseconds(name)
         return fast.get((method if method in (*WIDE, "direct-r8", "direct-r32") else "wide", density))
 
     axes = (
         ("bytes", "Accuracy against the bytes of the file", "kilobytes of the file", size),
         ("macs", "Accuracy against MACs", "million MACs", macs),
-        ("latency", "Accuracy against latency", "ms for one image, onnxruntime, one thread", time),
+        ("latency", "Accuracy against latency", "ms for one image, onnxruntime, one thread", latency),
     )
     return [_figure(found, *axis) for axis in axes]
 
