@@ -163,7 +163,7 @@ def wide(spec: Spec, seed: int, method: str = "wide") -> None:
             write(spec, density, method, seed, {"accuracy": right, **known, "seconds": round(seconds, 1)})
 
 
-STAGES = (*WIDE, "tails", "direct", "control")
+STAGES = (*WIDE, "tails", "direct", "control", "ablation")
 
 
 def control(spec: Spec, seed: int) -> None:
@@ -208,6 +208,30 @@ def direct(spec: Spec, seed: int, rank: int) -> None:
             sp.Task.of(longer, spec.name).save(task_file(spec, density, seed, method), storage="int8-all")
             found = {"untrained": before, **stored(longer, spec, seed), **known}
             write(spec, density, method, seed, found | {"seconds": round(seconds + time.process_time() - start, 1)})
+
+
+STARTS = (1e-6, 1e-5, 1e-3, 1e-2)
+"""Ranges of the first values, beside the paper's 1e-4."""
+RANKS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def ablation(spec: Spec, seed: int) -> None:
+    """The paper's figure 4: ranks, and ranges of the first values for rank 8, along the short schedule."""
+    way, short = chosen(spec, "direct"), replace(spec, epochs=spec.searched)
+    for rank, start in [*((rank, 1e-4) for rank in RANKS), *((8, start) for start in STARTS)]:
+        method = f"ablation-r{rank}-{start:g}"
+        if all(cell(spec, density, method, seed).exists() for density in spec.searched):
+            continue
+        net, seconds = attach(spec, seed, sp.SPLoRA(rank=rank, init_range=start)), 0.0
+        for density, epochs, spent in along(net, short, seed, lambda _: way):
+            seconds += spent
+            found = {
+                "accuracy": accuracy(net, spec, seed),
+                "learned": learned_in(net),
+                "epochs": epochs.stop,
+                **told(way),
+            }
+            write(spec, density, method, seed, {**found, "seconds": round(seconds, 1)})
 
 
 def stored(net: nn.Module, spec: Spec, seed: int, storage: Any = "int8-all") -> dict[str, Any]:
@@ -420,6 +444,8 @@ def run_all(specs: list[Spec], seeds: list[int], stages: list[str], methods: set
                 elif stage == "direct":
                     direct(spec, seed, 8)
                     direct(spec, seed, 32)
+                elif stage == "ablation":
+                    ablation(spec, seed)
                 else:
                     control(spec, seed)
 

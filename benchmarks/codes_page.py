@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from codes import REFITS, contenders
-from codes_learning import RESULTS, SPECS, Spec, best_of, tries_of
+from codes_learning import RESULTS, SPECS, Spec, best_of, in_rows, tries_of
 from spalier.reporting.draw import Cell, Dot, Figure, Line, Mark, Panel, linear, logarithmic
 from spalier.reporting.page import standalone, to_csv
 
@@ -256,7 +256,7 @@ def rates() -> list[str]:
         for way in WAYS:
             tries = tries_of(spec, way)
             best = {o: best_of(spec, way, o) for o in ("sgd", "adamw") if any(is_whole(t, o) for t in tries)}
-            ended = {o: found.get("whole", found["accuracy"]) for o, found in best.items()}
+            ended = {o: in_rows(spec, found) or found["accuracy"] for o, found in best.items()}
             ordered = sorted(best.values(), key=lambda found: -ended[found["optimizer"]])
             said = [f"{NAMES[t['optimizer']]} {t['rate']:g}: {ended[t['optimizer']]:.1f}" for t in ordered]
             row.append("; ".join([f"**{said[0]}**", *said[1:]]) + f" ({len(tries)})" if said else "*missing*")
@@ -353,8 +353,8 @@ learned from nor tested on: 2,000 other images of CIFAR-10, a fifth of the train
 by SGD and three by AdamW, a factor of three apart, and farther where the best was the last. Fine-pruning and directly
 learned SPLoRA are tried along a shorter schedule down to 30% of the channels (50% of the MACs), whose worse half ends
 before the first prune. The three best of fine-pruning, one by each optimiser at least, then go the whole schedule, and
-its end decides: the rates that are best in a few epochs are not best in many. All others are tried on the network that
-comes of it. Below: the best of each optimiser, and how many were tried; per cent of the validation samples, whose
+their mean over the shown shares of channels decides: the rates that are best in a few epochs are not best in many. All
+others are tried on the network that comes of it. Below: the best of each optimiser, and how many were tried; per cent of the validation samples, whose
 standard error is 1.0 points on CIFAR-10 and 1.7 to 2.3 on the others. Below 50% of the channels rates grow by the root
 of 0.5 / density, but for directly learned SPLoRA.
 """

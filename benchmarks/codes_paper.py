@@ -121,6 +121,49 @@ def table(found: Found) -> str:
     return rows(["data", "", *(f"{d:.0%}" for d in DENSITIES), "KB at 30 / 10%"], lines)
 
 
+def summary(found: Found) -> str:
+    """Points against fine-pruning with as many epochs, as means over the data sets, and how much smaller files are."""
+    lines = []
+    for method in [m for m in TABLE if m not in ("wide", "wide+")]:
+        row = []
+        for density in DENSITIES:
+            leads = against_wide(found, density, method)
+            if not leads:
+                row.append("")
+                continue
+            shares = [
+                whole[s]["bytes"] / c["bytes"]
+                for name in leads
+                if (whole := good(found, name, density, "wide+"))
+                for s, c in good(found, name, density, method).items()
+                if s in whole
+            ]
+            few = "" if len(leads) == len(IMAGES) else f" ({len(leads)} sets)"
+            row.append(f"{over_sets(leads):+.1f}, 1/{statistics.median(shares):.0f}{few}")
+        if any(row):
+            lines.append([TITLES[method], *row])
+    return rows(["", *(f"{d:.0%}" for d in DENSITIES)], lines)
+
+
+def papers_claims(found: Found) -> str:
+    """The paper's two claims, by its own count of learned numbers, beside what was measured."""
+    lines = []
+    for method in ("direct-r32", "direct-r8", "r32-centre", "r8-centre", "r8-kernel"):
+        row = [TITLES[method]]
+        for density in (0.3, 0.1):
+            leads = against_wide(found, density, method)
+            fewer = [
+                statistics.mean(c["learned"] for c in good(found, name, density, "wide+").values())
+                / statistics.mean(c["learned"] for c in good(found, name, density, method).values())
+                for name in leads
+            ]
+            row += [f"{over_sets(leads):+.1f}", " / ".join(f"{f:.1f}" for f in fewer)] if leads else ["", ""]
+        if any(row[1:]):
+            lines.append(row)
+    heads = ["", "points at 30%", "times fewer numbers", "points at 10%", "times fewer numbers"]
+    return rows(heads, lines)
+
+
 def against(found: Found, method: str, other: str = "wide") -> Callable[[str, float], str]:
     """Points of one way to prune above another, by seeds that both have."""
 
@@ -224,6 +267,8 @@ def search_costs() -> str:
 PARTS: Mapping[str, Callable[[Found], str]] = {
     "claim": claim,
     "readme": readme,
+    "summary": summary,
+    "papers-claims": papers_claims,
     "table": table,
     "criteria": criteria,
     "writers": writers,

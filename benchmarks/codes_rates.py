@@ -64,6 +64,8 @@ class Try:
 
 def search(spec: Spec) -> None:
     """Try what has not been tried yet; ways that stand on others come after these."""
+    if spec.rates_of:
+        return
     for way in ("wide", "direct", *TAILS):
         first = [
             try_of(spec, way, optimizer, middle * factor)
@@ -86,7 +88,7 @@ def decide(spec: Spec) -> None:
     ended = sorted((t for t in tries_of(spec, "wide") if "accuracy" in t), key=lambda t: -t["accuracy"])
     of_each = [next(t for t in ended if t["optimizer"] == optimizer) for optimizer in spec.tried["wide"]]
     for found in (of_each + [t for t in ended if t not in of_each])[:FINALISTS]:
-        if "whole" not in found:
+        if "by density" not in found:
             whole(try_of(spec, "wide", found["optimizer"], found["rate"]), found)
     best = best_of(spec, "wide")
     taken = try_of(spec, "wide", best["optimizer"], best["rate"])
@@ -107,9 +109,7 @@ def whole(each: Try, found: dict[str, Any] | None) -> None:
     sp.Task.of(net, trial.name).save(kept(each))
     if found is not None:
         spent = {"whole seconds": round(time.process_time() - start, 1)}
-        each.file.write_text(
-            json.dumps({**found, "whole": by_density[last], "by density": by_density, **spent}, indent=1) + "\n"
-        )
+        each.file.write_text(json.dumps({**found, "by density": by_density, **spent}, indent=1) + "\n")
         print(each.file.name, by_density, spent, flush=True)
 
 
