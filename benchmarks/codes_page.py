@@ -354,9 +354,9 @@ by SGD and three by AdamW, a factor of three apart, and farther where the best w
 learned SPLoRA are tried along a shorter schedule down to 30% of the channels (50% of the MACs), whose worse half ends
 before the first prune. The three best of fine-pruning, one by each optimiser at least, then go the whole schedule, and
 their mean over the shown shares of channels decides: the rates that are best in a few epochs are not best in many. All
-others are tried on the network that comes of it. Below: the best of each optimiser, and how many were tried; per cent of the validation samples, whose
-standard error is 1.0 points on CIFAR-10 and 1.7 to 2.3 on the others. Below 50% of the channels rates grow by the root
-of 0.5 / density, but for directly learned SPLoRA.
+others are tried on the network that comes of it. Below: the best of each optimiser, and how many were tried; per cent
+of the validation samples, whose standard error is 1.0 points on CIFAR-10 and 1.7 to 2.3 on the others. Below 50% of the
+channels rates grow by the root of 0.5 / density, but for directly learned SPLoRA.
 """
 WAYS = {
     "wide": "fine-pruning",
