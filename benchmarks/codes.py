@@ -61,7 +61,6 @@ from spalier.refitting.spend import options_of
 from spalier.runs.narrow import held_
 
 WORK = Path(__file__).parent / "work"
-PAGE = ROOT / "docs" / "codes.md"
 ROOM = 0.04
 
 
@@ -461,6 +460,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=WORK)
     options = parser.parse_args()
     import codes_page  # they need what is above
+    import codes_paper
     import codes_rates
 
     WORK = options.work
@@ -482,8 +482,8 @@ def main() -> None:
     elif options.command == "status":
         print("\n".join(codes_page.status()))
     else:
-        PAGE.write_text(codes_page.page(), encoding="utf-8")
-        codes_page.draw(codes_page.against_bytes(codes_page.collected()), PAGE.parent / "assets" / "codes")
+        codes_page.write(ROOT / "docs")
+        codes_paper.write(ROOT, codes_page.collected())
 
 
 if __name__ == "__main__":

@@ -275,6 +275,12 @@ def draw(figure: Figure, folder: Path) -> None:
     (folder / f"{figure.name}.csv").write_text(to_csv(figure), encoding="utf-8")
 
 
+def write(docs: Path) -> None:
+    """docs/codes.md and its figure."""
+    (docs / "codes.md").write_text(page(), encoding="utf-8")
+    draw(against_bytes(collected()), docs / "assets" / "codes")
+
+
 def page() -> str:
     found = collected()
     whole = sum(

@@ -15,9 +15,10 @@ from typing import Any
 
 from codes import WIDE
 from codes_learning import RESULTS, SPECS, tries_of
-from codes_page import IMAGES, TITLES, Found, against_wide, mean, over_sets
+from codes_page import IMAGES, TITLES, Found, against_wide, draw, mean, over_sets
 from spalier.reporting.draw import Cell, Dot, Figure, Line, Mark, Panel, linear, logarithmic
 
+TEXTS = ("README.md", "docs/paper.md", "docs/paper-tables.md")
 MARK = re.compile(r"(<!-- codes: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 DENSITIES = (1.0, 0.5, 0.3, 0.1)
 SHOWN = {
@@ -307,6 +308,11 @@ def figures(found: Found) -> list[Figure]:
     return [_figure(found, *axis) for axis in axes]
 
 
+def is_better(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Whether it costs no more and is right as often, and not both alike."""
+    return one[0] <= other[0] and one[1] >= other[1] and one != other
+
+
 def _figure(found: Found, key: str, title: str, unit: str, cost: Callable[..., float | None]) -> Figure:
     panels: list[Panel] = []
     told: list[list[Cell]] = []
@@ -328,17 +334,19 @@ def _figure(found: Found, key: str, title: str, unit: str, cost: Callable[..., f
                     told.append([SPECS[name].title, density, label, round(at, 3), round(right, 3), len(cells)])
         if not points:
             continue
-        front = sorted(p for p in points if not any(q[0] <= p[0] and q[1] > p[1] for q in points))
+        front = sorted(p for p in points if not any(is_better(q, p) for q in points))
         marks.append(Line(front, "s0", "front"))
         x = logarithmic(unit, [p[0] for p in points])
         y = linear("test accuracy", [p[1] for p in points], most=100, text=lambda v: f"{v:g}%")
         panels.append(Panel(x, y, marks, short(name)))
     caption = "Further up and further left is better; the line joins what nothing else is better than in both."
-    return Figure(key, title, caption, panels, ["data", "channels", "code", unit, "accuracy", "seeds"], told)
+    return Figure(f"front-{key}", title, caption, panels, ["data", "channels", "code", unit, "accuracy", "seeds"], told)
 
 
 def write(root: Path, found: Found) -> None:
-    """Both texts, between their marks."""
-    for name in ("README.md", "docs/paper.md"):
+    """Both texts, between their marks, and the figures."""
+    for name in TEXTS:
         file = root / name
         file.write_text(written(file.read_text("utf-8"), found), encoding="utf-8")
+    for figure in figures(found):
+        draw(figure, root / "docs" / "assets" / "codes")
