@@ -393,8 +393,10 @@ def recalibrate_(net: nn.Module, spec: Spec, seed: int) -> None:
     net.eval()
 
 
-def tails(spec: Spec, seed: int, asked: set[str]) -> None:
+def tails(spec: Spec, seed: int, asked: set[str], most: float) -> None:
     for density in sorted(spec.extra, key=lambda d: d == 1):  # unpruned networks cost most and are asked for least
+        if density > most:
+            continue
         methods = [m for m in contenders(spec, density) if m in asked or not asked]
         missing = [m for m in methods if not cell(spec, density, m, seed).exists()]
         teacher = teacher_of(spec, density, seed) if missing else None
@@ -429,7 +431,7 @@ def latency(spec: Spec) -> None:
     (folder / f"{spec.name}.json").write_text(json.dumps(told, indent=1) + "\n")
 
 
-def run_all(specs: list[Spec], seeds: list[int], stages: list[str], methods: set[str]) -> None:
+def run_all(specs: list[Spec], seeds: list[int], stages: list[str], methods: set[str], most: float) -> None:
     """Seed by seed, so that one is whole before the next begins; text has one seed."""
     for seed in seeds:
         for spec in specs:
@@ -439,7 +441,7 @@ def run_all(specs: list[Spec], seeds: list[int], stages: list[str], methods: set
                 if stage in WIDE:
                     wide(spec, seed, stage)
                 elif stage == "tails":
-                    tails(spec, seed, methods)
+                    tails(spec, seed, methods, most)
                 elif stage == "direct":
                     direct(spec, seed, 8)
                     direct(spec, seed, 32)
@@ -457,6 +459,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--stages", default="wide,tails,direct", help=f"of {', '.join(STAGES)}; all others need wide")
     parser.add_argument("--methods", default="", help="of the tails, by name; by default all")
+    parser.add_argument("--most", type=float, default=1.0, help="the largest density of the tails")
     parser.add_argument("--work", type=Path, default=WORK)
     options = parser.parse_args()
     import codes_page  # they need what is above
@@ -475,7 +478,7 @@ def main() -> None:
         stages = options.stages.split(",")
         if unknown := set(stages) - set(STAGES):
             parser.error(f"no stages: {', '.join(sorted(unknown))}; expected some of {', '.join(STAGES)}")
-        run_all(specs, seeds, stages, methods)
+        run_all(specs, seeds, stages, methods, options.most)
     elif options.command == "latency":
         for spec in specs:
             latency(spec)
