@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from codes import WIDE
+from codes import RANKS, STARTS, WIDE
 from codes_learning import RESULTS, SPECS, tries_of
 from codes_page import IMAGES, TITLES, Found, against_wide, draw, mean, over_sets
 from spalier.reporting.draw import Cell, Dot, Figure, Line, Mark, Panel, linear, logarithmic
@@ -265,6 +265,20 @@ def search_costs() -> str:
     return ", ".join(f"{short(name)} {hours:.1f}" for name, hours in spent.items())
 
 
+def ablation(found: Found) -> str:
+    """The paper's figure 4: ranks at its own start, and starts at rank 8."""
+    spec, lines = SPECS["resnet18"], []
+    for rank, start in [*((rank, 1e-4) for rank in RANKS), *((8, start) for start in STARTS)]:
+        method = f"ablation-r{rank}-{start:g}"
+        row = [seeds_of(found, spec.name, d, method) for d in spec.searched]
+        if any(row):
+            learned = {d: good(found, spec.name, d, method) for d in spec.searched}
+            counts = [statistics.mean(c["learned"] for c in cells.values()) for cells in learned.values() if cells]
+            lines.append([str(rank), f"{start:g}", *row, f"{counts[0] / 1000:,.0f} / {counts[-1] / 1000:,.1f}"])
+    heads = ["rank", "start", *(f"{d:.0%}" for d in spec.searched), "learned, K, first / last"]
+    return rows(heads, lines)
+
+
 PARTS: Mapping[str, Callable[[Found], str]] = {
     "claim": claim,
     "readme": readme,
@@ -274,6 +288,7 @@ PARTS: Mapping[str, Callable[[Found], str]] = {
     "criteria": criteria,
     "writers": writers,
     "convergence": convergence,
+    "ablation": ablation,
 }
 
 
