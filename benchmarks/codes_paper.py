@@ -10,6 +10,7 @@ import re
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,14 @@ MARK = re.compile(r"(<!-- codes: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 DENSITIES = (1.0, 0.5, 0.3, 0.1)
 SHOWN = {
     "fine-pruning": ("wide+",),
-    "fine-pruning, free writers": ("wide-free",),
-    "SPLoRA r32, directly": ("direct-r32",),
+    "with free writers": ("wide-free",),
     "SPLoRA r8, directly": ("direct-r8",),
-    "SPLoRA r32, refit": ("r32-centre",),
     "SPLoRA r8, refit": ("r8-centre",),
-    "SPDelta": ("delta-1", "delta-2", "delta-4"),
-    "budgets": ("bytes-10", "bytes-12", "bytes-20", "bytes-50"),
-    "weights without the base": ("free-8", "free-4", "free-2"),
+    "one bit": ("delta-1",),
+    "budgets": ("bytes-12", "bytes-20"),
+    "2 bits, no base": ("free-2",),
 }
-"""What a figure of all axes shows, by kind."""
+"""What the figures of all axes join, from the whole network to 10% of its channels: the first that is there."""
 TABLE = (
     "wide", "wide+", "direct-r32", "direct-r8", "r32-centre", "r8-centre", "delta-1", "delta-2", "bytes-20", "bytes-12",
     "free-4", "free-2",
@@ -332,30 +331,35 @@ def _figure(found: Found, key: str, title: str, unit: str, cost: Callable[..., f
     panels: list[Panel] = []
     told: list[list[Cell]] = []
     for name in IMAGES:
-        marks: list[Mark] = []
-        points = []
-        for number, (family, methods) in enumerate(SHOWN.items()):
-            for density in DENSITIES:
-                for method in methods:
-                    cells = list(good(found, name, density, method).values())
-                    at = cost(name, density, method, cells) if cells else None
-                    if at is None:
-                        continue
-                    right = statistics.mean(c["accuracy"] for c in cells)
-                    label = TITLES.get(method, family).strip("*")
-                    tip = f"{label}, {density:.0%} of the channels\n{right:.1f}%, {at:,.2f} {unit}, seeds: {len(cells)}"
-                    marks.append(Dot(at, right, f"s{number % 8}", tip))
-                    points.append((at, right))
-                    told.append([SPECS[name].title, density, label, round(at, 3), round(right, 3), len(cells)])
-        if not points:
-            continue
-        front = sorted(p for p in points if not any(is_better(q, p) for q in points))
-        marks.append(Line(front, "s0", "front"))
-        x = logarithmic(unit, [p[0] for p in points])
-        y = linear("test accuracy", [p[1] for p in points], most=100, text=lambda v: f"{v:g}%")
-        panels.append(Panel(x, y, marks, short(name)))
-    caption = "Further up and further left is better; the line joins what nothing else is better than in both."
-    return Figure(f"front-{key}", title, caption, panels, ["data", "channels", "code", unit, "accuracy", "seeds"], told)
+        lines: dict[str, list[tuple[float, float]]] = {}
+        tips: list[tuple[tuple[float, float], str, str]] = []
+        for (family, methods), density in product(SHOWN.items(), DENSITIES):
+            method = next((m for m in methods if good(found, name, density, m)), methods[0])
+            cells = list(good(found, name, density, method).values())
+            at = cost(name, density, method, cells) if cells else None
+            if at is None:
+                continue
+            point = (at, float(statistics.mean(c["accuracy"] for c in cells)))
+            lines.setdefault(family, []).append(point)
+            label = TITLES.get(method, family).strip("*")
+            tip = f"{label}, {density:.0%} of the channels\n{point[1]:.1f}%, {at:,.2f} {unit}, seeds: {len(cells)}"
+            tips.append((point, family, tip))
+            told.append([SPECS[name].title, density, label, round(at, 3), round(point[1], 3), len(cells)])
+        css = {family: f"s{number}" for number, family in enumerate(SHOWN)}
+        front = [point for point, _, _ in tips if not any(is_better(other, point) for other, _, _ in tips)]
+        marks: list[Mark] = [Line(points, css[family], family) for family, points in lines.items()]
+        for point, family, tip in tips:
+            marks.append(Dot(*point, css[family] if point in front else f"{css[family]} faint", tip))
+        if tips:
+            x = logarithmic(unit, [x for (x, _), _, _ in tips])
+            y = linear("test accuracy", [y for (_, y), _, _ in tips], most=100, text=lambda v: f"{v:g}%")
+            panels.append(Panel(x, y, marks, short(name)))
+    caption = (
+        "Further up and further left is better. Lines go from the whole network to 10% of its channels. Full dots: "
+        "nothing else is better in both."
+    )
+    columns = ["data", "channels", "code", unit, "accuracy", "seeds"]
+    return Figure(f"front-{key}", title, caption, panels, columns, told)
 
 
 def write(root: Path, found: Found) -> None:

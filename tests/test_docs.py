@@ -86,8 +86,7 @@ def test_a_front_has_what_nothing_else_is_better_than_in_both(cells):
     _, paper, found = cells
     for figure in paper.figures(found):
         for panel in figure.panels:
-            front = next(mark.points for mark in panel.marks if getattr(mark, "label", "") == "front")
-            dots = [(mark.x, mark.y) for mark in panel.marks if hasattr(mark, "tip")]
-            for x, y in dots:
-                is_beaten = any((a < x and b >= y) or (a <= x and b > y) for a, b in dots)
-                assert ((x, y) in front) is not is_beaten
+            dots = [mark for mark in panel.marks if hasattr(mark, "tip")]
+            for dot in dots:
+                beaten = [d for d in dots if d.x <= dot.x and d.y >= dot.y and (d.x, d.y) != (dot.x, dot.y)]
+                assert ("faint" in dot.css) is bool(beaten)
