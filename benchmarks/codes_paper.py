@@ -49,7 +49,9 @@ def good(found: Found, name: str, density: float, method: str) -> dict[int, dict
 
 
 def rows(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    heads = list(heads)
+    heads, lines = list(heads), list(lines)
+    if not lines:
+        return "*Not measured yet.*"
     return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {' | '.join(r)} |" for r in lines)])
 
 
