@@ -70,15 +70,15 @@ def claim(found: Found) -> str:
 
     def points(density: float, method: str) -> str:
         leads = against_wide(found, density, method)
-        few = "" if len(leads) == len(IMAGES) else f" ({len(leads)} of them; on the other no file is that small)"
+        few = "" if len(leads) == len(IMAGES) else f" ({len(leads)} sets; on the other no file is that small)"
         return f"{abs(lead := over_sets(leads)):.1f} points {'behind' if lead < 0 else 'ahead'}{few}" if leads else "?"
 
     cells = [good(found, name, density, "bytes-20") for name in IMAGES for density in (0.5, 0.3)]
     seeds = {1: "one seed", 2: "two seeds", 3: "three seeds"}
     fewest, most = (seeds.get(of(map(len, cells)), "none") for of in (min, max))
     text = (
-        "**A task that is learned wide and stored narrow takes a twentieth of fine-pruning's bytes, and its accuracy is "
-        f"{points(0.5, 'bytes-20')} with 50% of the channels and {points(0.3, 'bytes-20')} with 30%.** In a twelfth of "
+        "**A task that is learned wide and stored narrow takes a twentieth of fine-pruning's bytes, and its accuracy "
+        f"is {points(0.5, 'bytes-20')} with 50% of the channels and {points(0.3, 'bytes-20')} with 30%.** In a twelfth of "
         f"the bytes, with 10% of the channels, it is {points(0.1, 'bytes-12')}. Means over three data sets, "
         f"{fewest if fewest == most else f'{fewest} to {most}'} each; all learn for as many epochs, each at its own "
         "best rate."
