@@ -78,8 +78,8 @@ def claim(found: Found) -> str:
     fewest, most = (seeds.get(of(map(len, cells)), "none") for of in (min, max))
     text = (
         "**A task that is learned wide and stored narrow takes a twentieth of fine-pruning's bytes, and its accuracy "
-        f"is {points(0.5, 'bytes-20')} with 50% of the channels and {points(0.3, 'bytes-20')} with 30%.** In a twelfth of "
-        f"the bytes, with 10% of the channels, it is {points(0.1, 'bytes-12')}. Means over three data sets, "
+        f"is {points(0.5, 'bytes-20')} with 50% of the channels and {points(0.3, 'bytes-20')} with 30%.** In a twelfth "
+        f"of the bytes, with 10% of the channels, it is {points(0.1, 'bytes-12')}. Means over three data sets, "
         f"{fewest if fewest == most else f'{fewest} to {most}'} each; all learn for as many epochs, each at its own "
         "best rate."
     )
