@@ -322,16 +322,19 @@ def in_short(found: Found) -> list[str]:
     codes = (*REFITS, "bytes-10", "bytes-12", "bytes-20", "bytes-50")
     leads = [lead for m in codes for d in (0.5, 0.3, 0.1) for lead in against_rival(found, d, m).values()]
     ahead = f"{sum(lead >= 2 for lead in leads)} of {len(leads)}" if leads else "none were measured"
-    return [
-        "Fine-pruning stores four bytes for each kept weight. What its network loses in a smaller file, in points of",
-        "accuracy against fine-pruning with the same extra epochs, as means over the data sets that are there:",
-        "",
+    bullets = [
         f"- a budget of 1/20 of the bytes: {points('bytes-20', 0.5)} with 50% of the channels and "
         f"{points('bytes-20', 0.3)} with 30%; of 1/12: {points('bytes-12', 0.1)} with 10%;",
         f"- one bit for each weight: {points('delta-1', 0.5)}, {points('delta-1', 0.3)} and {points('delta-1', 0.1)} "
         "with 50, 30 and 10%;",
         f"- the paper's own form, SPLoRA r8: {points('r8-centre', 0.5)}, {points('r8-centre', 0.3)} and "
         f"{points('r8-centre', 0.1)}; learned directly, {points('direct-r8', 0.3)} with 30%.",
+    ]
+    return [
+        "Fine-pruning stores four bytes for each kept weight. What its network loses in a smaller file, in points of",
+        "accuracy against fine-pruning with the same extra epochs, as means over the data sets that are there:",
+        "",
+        *(line for bullet in bullets for line in textwrap.wrap(bullet, 118, subsequent_indent="  ")),
         "",
         f"Of the codes that could be compared with quantisation without the base, {ahead} are 2 points ahead of it at",
         "the same bytes; [below](#against-quantisation-alone) it says which. Where each was to be:",

@@ -70,8 +70,13 @@ def claim(found: Found) -> str:
 
     def points(density: float, method: str) -> str:
         leads = against_wide(found, density, method)
-        few = "" if len(leads) == len(IMAGES) else f" ({len(leads)} sets; on the other no file is that small)"
-        return f"{abs(lead := over_sets(leads)):.1f} points {'behind' if lead < 0 else 'ahead'}{few}" if leads else "?"
+        absent = [name for name in IMAGES if name not in leads]
+        is_impossible = absent and all(found.get((name, density, method)) for name in absent)
+        few = f" ({len(leads)} of them so far)" if absent else ""
+        if is_impossible:
+            few = f" ({len(leads)} of them; on {', '.join(map(short, absent))} no file is that small)"
+        lead = over_sets(leads) if leads else 0.0
+        return f"{abs(lead):.1f} points {'behind' if lead < 0 else 'ahead'}{few}" if leads else "not measured"
 
     cells = [good(found, name, density, "bytes-20") for name in IMAGES for density in (0.5, 0.3)]
     seeds = {1: "one seed", 2: "two seeds", 3: "three seeds"}
@@ -143,7 +148,7 @@ def summary(found: Found) -> str:
                 for s, c in good(found, name, density, method).items()
                 if s in whole
             ]
-            few = "" if len(leads) == len(IMAGES) else f" ({len(leads)} sets)"
+            few = "" if len(leads) == len(IMAGES) else f" ({len(leads)} of {len(IMAGES)})"
             row.append(f"{over_sets(leads):+.1f}, 1/{statistics.median(shares):.0f}{few}")
         if any(row):
             lines.append([TITLES[method], *row])
