@@ -423,9 +423,11 @@ def latency(spec: Spec) -> None:
     print(measured)
     folder = RESULTS / "latency"
     folder.mkdir(parents=True, exist_ok=True)
+    speedups = {(c.network, c.backend, c.batch): c.speedup for c in measured.comparisons}
     rows = [
-        {**c.__dict__, "ms": 1000 * measured.timing(c.network, c.backend, c.batch).latency}
-        for c in measured.comparisons
+        {"network": t.network, "backend": t.backend, "batch": t.batch, "ms": 1000 * t.latency if t.seconds else None}
+        | {"speedup": speedups.get((t.network, t.backend, t.batch)), "macs": t.macs, "problem": t.problem}
+        for t in measured.timings
     ]
     told = {"data": spec.name, "machine": dict(measured.machine), "rounds": measured.rounds, "rows": rows}
     (folder / f"{spec.name}.json").write_text(json.dumps(told, indent=1) + "\n")

@@ -421,6 +421,10 @@ done. Low rank below 8 is taken only where it has less error than signs: with an
 none. With 10% of the channels a file without any delta takes more than 1/12 of fine-pruning's 13 KB, so that no budget
 can meet that.
 
+Rounding column by column, with each error made up for by the columns to come in the metric of the inputs, takes the
+budget of 1/20 at 30% from 63.3 to 65.1% before learning on, and to 70.4 or 70.8% after it, beside 70.4% without: it is
+not kept.
+
 Ranks are lowered where a layer is too narrow for them (`cap=True`). NNCodec codes the deltas of fine-pruning with extra
 epochs; norms are recalibrated, nothing is learned afterwards. MiniLM's embeddings stay the base's in all contenders,
 and weights without the base are not charged for them, which favours those. "Does not fit": norms, head, masks and table

@@ -227,9 +227,9 @@ def milliseconds(name: str, backend: str = "onnxruntime", batch: int = 1) -> dic
     if not file.is_file():
         return {}
     read = json.loads(file.read_text())["rows"]
-    chosen = [r for r in read if (r["backend"], r["batch"]) == (backend, batch) and r["speedup"] is not None]
-    named = [(*r["network"].rsplit(" ", 1), r["ms"]) for r in chosen]
-    return {(method, float(percent) / 100): ms for method, percent, ms in named}
+    chosen = [r for r in read if (r["backend"], r["batch"]) == (backend, batch) and r["ms"] is not None]
+    named = [("wide 100" if r["network"] == "base" else r["network"], r["ms"]) for r in chosen]
+    return {(name.rsplit(" ", 1)[0], float(name.rsplit(" ", 1)[1]) / 100): ms for name, ms in named}
 
 
 def convergence(found: Found) -> str:

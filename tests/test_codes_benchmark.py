@@ -91,8 +91,9 @@ def test_latencies_are_found_by_method_and_density(codes: Any, monkeypatch: pyte
 
     monkeypatch.setattr(codes_paper, "RESULTS", tmp_path)
     assert codes_paper.milliseconds("cifar10") == {}
-    row = {"network": "wide-free 30", "backend": "onnxruntime", "batch": 1, "speedup": 2.0, "ms": 0.5}
-    rows = [row, {**row, "batch": 32, "ms": 9.0}, {**row, "network": "wide 10", "speedup": None}]
+    row = {"network": "wide-free 30", "backend": "onnxruntime", "batch": 1, "ms": 0.5}
+    rows = [row, {**row, "batch": 32, "ms": 9.0}, {**row, "network": "wide 10", "ms": None}]
+    rows.append({**row, "network": "base", "ms": 4.0})
     (tmp_path / "latency").mkdir()
     (tmp_path / "latency" / "cifar10.json").write_text(json.dumps({"rows": rows}))
-    assert codes_paper.milliseconds("cifar10") == {("wide-free", 0.3): 0.5}
+    assert codes_paper.milliseconds("cifar10") == {("wide-free", 0.3): 0.5, ("wide", 1.0): 4.0}
