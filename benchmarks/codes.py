@@ -60,7 +60,8 @@ from spalier.refitting.measure import metrics_of
 from spalier.refitting.spend import options_of
 from spalier.runs.narrow import held_
 
-WORK = Path(__file__).parent / "work"
+WORK = Path.home() / ".cache" / "spalier" / "codes"
+"""Networks that go on; no results, and too large for the tree."""
 ROOM = 0.04
 
 
