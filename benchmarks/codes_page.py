@@ -205,6 +205,8 @@ def rivals(found: Found) -> list[str]:
     lines = ["| | 50% | 30% | 10% |", "|---|---|---|---|"]
     for method in (*REFITS, "bytes-10", "bytes-12", "bytes-20", "bytes-50", "nncodec-20"):
         leads = [against_rival(found, density, method) for density in (0.5, 0.3, 0.1)]
+        if not any(leads):
+            continue
         cells = [", ".join(f"{lead[n]:+.1f}" if n in lead else "-" for n in IMAGES) for lead in leads]
         lines.append(f"| {TITLES[method]} | {' | '.join(cells)} |")
     return lines
