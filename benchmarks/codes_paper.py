@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from codes import RANKS, STARTS, WIDE
-from codes_learning import RESULTS, SPECS, tries_of
+from codes_learning import RESULTS, SPECS
 from codes_page import IMAGES, TITLES, Found, against_wide, draw, mean, over_sets
 from spalier.reporting.draw import Cell, Dot, Figure, Line, Mark, Panel, linear, logarithmic
 
@@ -72,9 +72,9 @@ def claim(found: Found) -> str:
         leads = against_wide(found, density, method)
         absent = [name for name in IMAGES if name not in leads]
         is_impossible = absent and all(found.get((name, density, method)) for name in absent)
-        few = f" ({len(leads)} of them so far)" if absent else ""
+        few = f" ({len(leads)} data sets so far)" if absent else ""
         if is_impossible:
-            few = f" ({len(leads)} of them; on {', '.join(map(short, absent))} no file is that small)"
+            few = f" ({len(leads)} data sets; on {', '.join(map(short, absent))} no file is that small)"
         lead = over_sets(leads) if leads else 0.0
         return f"{abs(lead):.1f} points {'behind' if lead < 0 else 'ahead'}{few}" if leads else "not measured"
 
@@ -174,18 +174,6 @@ def papers_claims(found: Found) -> str:
     return rows(heads, lines)
 
 
-def against(found: Found, method: str, other: str = "wide") -> Callable[[str, float], str]:
-    """Points of one way to prune above another, by seeds that both have."""
-
-    def points(name: str, density: float) -> str:
-        ours, theirs = (good(found, name, density, m) for m in (method, other))
-        both = sorted(set(ours) & set(theirs))
-        few = f" ({len(both)})" if len(both) != 3 else ""
-        return mean([ours[s]["accuracy"] - theirs[s]["accuracy"] for s in both], "+") + few if both else ""
-
-    return points
-
-
 def criteria(found: Found) -> str:
     """Fine-pruning by each criterion; all share the unpruned network."""
     lines = []
@@ -258,20 +246,6 @@ def convergence(found: Found) -> str:
                 ]
             )
     return rows(["data", "epochs", *(f"{d:.0%}" for d in DENSITIES), "processor hours"], lines)
-
-
-def search_costs() -> str:
-    """What the search of rates took."""
-    spent = {
-        name: sum(
-            t["seconds"] + t.get("whole seconds", 0)
-            for way in ("wide", "direct", "wide+", "free", "low-rank", "bits", "budget")
-            for t in tries_of(SPECS[name], way)
-        )
-        / 3600
-        for name in IMAGES
-    }
-    return ", ".join(f"{short(name)} {hours:.1f}" for name, hours in spent.items())
 
 
 def ablation(found: Found) -> str:
