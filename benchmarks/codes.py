@@ -446,8 +446,9 @@ def run_all(specs: list[Spec], seeds: list[int], stages: list[str], methods: set
                 elif stage == "tails":
                     tails(spec, seed, methods, most)
                 elif stage == "direct":
-                    direct(spec, seed, 8)
-                    direct(spec, seed, 32)
+                    for rank in (8, 32):
+                        if not methods or f"direct-r{rank}" in methods:
+                            direct(spec, seed, rank)
                 elif stage == "ablation":
                     ablation(spec, seed)
                 else:
@@ -461,7 +462,7 @@ def main() -> None:
     parser.add_argument("--data", default=",".join(SPECS))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--stages", default="wide,tails,direct", help=f"of {', '.join(STAGES)}; all others need wide")
-    parser.add_argument("--methods", default="", help="of the tails, by name; by default all")
+    parser.add_argument("--methods", default="", help="of tails and direct learning, by name; by default all")
     parser.add_argument("--most", type=float, default=1.0, help="the largest density of the tails")
     parser.add_argument("--work", type=Path, default=WORK)
     options = parser.parse_args()

@@ -64,7 +64,7 @@ class Try:
 
 def search(spec: Spec) -> None:
     """Try what has not been tried yet; ways that stand on others come after these."""
-    if spec.rates_of:
+    if spec.rates_of or spec.known:
         return
     for way in ("wide", "direct", *TAILS):
         first = [

@@ -53,6 +53,11 @@ def test_rates_of_a_network_without_a_search_are_those_that_it_names(learning: A
     assert learning.chosen(spec, "wide").rates == {"rest": 2.0}
 
 
+def test_known_rates_need_no_search(learning: Any) -> None:
+    way = learning.chosen(learning.SPECS["trec"], "bits")
+    assert (way.optimizer, way.rates["gains"]) == ("adamw", 5 * way.rates["bits"])
+
+
 def test_narrow_networks_take_larger_steps(learning: Any) -> None:
     way = learning.Learning("adamw", {"rest": 0.1, "bits": 0.2})
     assert way.at(0.5) == way.at(1.0) == way
@@ -83,7 +88,7 @@ def test_every_contender_has_a_title_and_a_way_to_learn(codes: Any) -> None:
             assert set(methods) <= set(codes_page.TITLES)
             ways = {codes.way_of(m) for m in codes.contenders(spec, density) if not m.startswith("nncodec")}
             assert ways <= set(codes_page.WAYS)
-            assert spec.rates_of or ways <= set(spec.tried)
+            assert spec.rates_of or ways <= set(spec.tried) or ways <= set(spec.known)
 
 
 def test_latencies_are_found_by_method_and_density(codes: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
