@@ -347,6 +347,45 @@ def test_norms_that_take_means_of_all_batches_keep_their_count():
     assert on.layers[0].bn1.num_batches_tracked == base.layers[0].bn1.num_batches_tracked
 
 
+def test_what_learns_on_from_norms_of_the_base_is_saved():
+    """Where one norm keeps its four numbers, the others' weights stay the base's: no table says that they learn."""
+    net, base = normed()
+    with torch.no_grad():
+        net.layers[0].bn1.weight[0] = 0
+    on = copy.deepcopy(base)
+    sp.Task.of(net, "norms", base_norms=True).apply_(on)
+    assert on.layers[0].bn1.weight.requires_grad
+    assert not on.layers[0].bn2.weight.requires_grad
+    learn_(on)
+    x = batches(1)[0][0].double()
+    built = sp.Task.of(on.eval(), "again").build(base)
+    torch.testing.assert_close(built(x), on(x), rtol=1e-10, atol=1e-10)
+
+
+def test_norms_whose_moved_statistics_half_precision_cannot_hold_keep_four_numbers():
+    net, _ = normed()
+    net.half()
+    with torch.no_grad():
+        net.bn1.running_var.fill_(3000)
+        net.bn1.weight.fill_(1 / 7)
+    two = sp.Task.of(net, "norms", base_norms=True)
+    assert two.values.isfinite().all()
+    own = {name for row in two.table.rows if row.source == "values" for name in row.names}
+    assert "bn1.weight" in own
+    assert "layers.1.bn1.weight" not in own
+
+
+def test_counts_of_batches_do_not_make_another_base():
+    """Old checkpoints lack them, and what computes the same is the same."""
+    net, base = normed()
+    two = sp.Task.of(net, "norms", base_norms=True)
+    x = batches(1)[0][0].double()
+    wanted = two.build(base)(x)
+    for norm in (m for m in base.modules() if isinstance(m, nn.BatchNorm2d)):
+        norm.num_batches_tracked += 3
+    assert torch.equal(two.build(base)(x), wanted)
+
+
 def test_a_budget_counts_a_head_in_four_bits():
     net, base = normed(0.6)
     result = sp.refit_(net, bytes=6_000, batches=[batches(1)[0][0].double()], storage="int4-head")

@@ -1,7 +1,9 @@
 """Tasks: what is saved is what was learned, and what is built is what was trained."""
 
 import copy
+import dataclasses
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -413,7 +415,10 @@ def test_values_in_bytes_are_the_obvious_rounding():
             assert (mark % 128 == 0) == (wide == 0)
             if wide:
                 assert 2 ** ((highest + 1 - mark % 128) / 8) == pytest.approx(scale)
-            wanted = (shown / scale * 127).round() / 127 * scale
+            steps = (shown / scale * 127).round()
+            if is_root:  # no positive number becomes zero
+                steps[(row > 0) & (steps == 0)] = 1
+            wanted = steps / 127 * scale
             wanted = wanted.square() if is_root else wanted
             torch.testing.assert_close(read[start : start + len(row)].double(), wanted, rtol=1e-6, atol=1e-12)
             start += len(row)
@@ -450,6 +455,42 @@ def test_a_small_variance_among_large_ones_stays_what_it_is():
     torch.testing.assert_close(read.sqrt(), variances.sqrt(), rtol=0.06, atol=0)
     alike = torch.tensor([1.0, 0.7, 0.4])  # nothing small: roots would be half as fine
     assert values_in_bytes(alike, [(3,)]).view(torch.uint8)[2] <= 127
+    next_to_nothing = torch.tensor([1e5, 0.02, 0.0])  # rounded to zero the second would be the inverse of an epsilon
+    read = values_of_bytes(values_in_bytes(next_to_nothing, [(3,)]), [(3,)])
+    assert 0.02 < read[1] < read[0] / 110**2
+    assert read[2] == 0
+
+
+@pytest.mark.parametrize("storage", ["int8-all", "int4-head"])
+def test_a_file_is_what_stored_as_says_and_saves_the_same_again(storage):
+    """Short rows without a negative number are rounded across the limits of what decides on roots."""
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 400))
+    sp.attach_(net, sp.SPLoRA(rank=1), head="1")
+    with torch.no_grad():
+        net[1].weight.copy_(torch.rand(400, 3, generator=torch.Generator().manual_seed(0)))
+    task = sp.Task.of(net, "head")
+    file = task.to_bytes(storage=storage)
+    read = sp.Task.from_bytes(file)
+    assert torch.equal(read.values, task.stored_as(storage).values)
+    assert read.to_bytes() == read.to_bytes(storage=storage) == file
+    other = "int8-all" if storage == "int4-head" else "int4-head"
+    assert torch.equal(sp.Task.from_bytes(read.to_bytes(storage=other)).values, read.stored_as(other).values)
+    changed = dataclasses.replace(read, values=-read.values)  # not what was read
+    torch.testing.assert_close(sp.Task.from_bytes(changed.to_bytes()).values, -read.values, atol=0.1, rtol=0)
+
+
+def test_rows_of_zeros_are_zeros_and_lost_matrices_are_refused():
+    shapes, levels = [(3,), (2, 4)], [255, 15]
+    values = torch.tensor([1.0, 2, 3, 0, 0, 0, 0, 0.5, -0.25, 0.5, 0.5])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read = values_of_bytes(values_in_bytes(values, shapes, levels), shapes, levels)
+    assert not read[3:7].any()
+    assert read[7:].all()
+    values[:3] *= 1e5  # scales reach 55,000 times below the largest
+    with pytest.raises(sp.errors.TaskFileError, match=r"0\.5 at most is lost beside norms of 3e\+05") as raised:
+        values_in_bytes(values, shapes, levels)
+    assert raised.value.code == "storage"
 
 
 def test_bytes_of_values_hold_large_and_small_numbers():

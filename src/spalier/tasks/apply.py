@@ -15,7 +15,7 @@ from spalier.adapters import kinds
 from spalier.adapters.attach import attach_with_, detach_
 from spalier.adapters.attachment import Changes, Owner, attachment_of, owners_of, update_of
 from spalier.adapters.codes import LEVELS
-from spalier.adapters.geometry import Geometry, is_norm
+from spalier.adapters.geometry import Geometry
 from spalier.errors import SpalierError, TaskFileError
 from spalier.pruning.modules import set_spread_
 from spalier.pruning.plan import PRUNED_MARK
@@ -56,7 +56,7 @@ def apply_to_(task: Task, base: Base, structure: Structure | None) -> None:
             adapter,
             targets=lambda name, module: name in chosen,
             head=heads or None,
-            norms=any(is_norm(base.modules[path]) for path in learned if path in base.modules),
+            norms=False,  # those that learn are among what follows; others may be the base's
             also={name for name in also if base.flags.get(name) is not None},
         )
     except SpalierError as error:

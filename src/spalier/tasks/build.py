@@ -77,7 +77,7 @@ def check_base(task: Task, base: Base) -> None:
         _check_table(table, base)
     if base.architecture(table.heads) != task.info.base.architecture:
         raise _misfit(f"the task was learned on another architecture than this {type(base.net).__name__}")
-    if base.values_without(table.own) != task.info.base.values:
+    if base.values_without(table.not_compared) != task.info.base.values:
         raise _misfit("the base has other weights than the one that the task was learned on", code="base-values")
     for row, cut in task.cut_rows:  # masks that lie on one axis together may leave nothing of it
         if 0 in cut.shape and 0 not in row.shape:

@@ -123,7 +123,7 @@ class _Extractor:
         ties = first_names(tensors_of(self.net))
         base = Fingerprint(
             architecture_digest(attachment.modules, ties, attachment.heads),
-            values_digest({n: self.bases[n] for n in self.owners if n not in made.own}),
+            values_digest({n: self.bases[n] for n in self.owners if n not in made.not_compared}),
         )
         numbers = _numbers(made.rows, self.owners)
         tensors = [owners[0].tensor for owners in self.owners.values()]

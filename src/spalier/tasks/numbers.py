@@ -80,23 +80,34 @@ def values_in_bytes(values: Tensor, shapes: Shapes, levels: Sequence[int] = ()) 
     codes: list[Tensor] = []
     found: list[Tensor] = []
     sizes, levels = _rows(shapes), levels or [BYTE_LEVELS] * len(shapes)
-    for part, (rows, length) in zip(values.float().split([r * n for r, n in sizes]), sizes, strict=True):
+    parts = values.float().split([r * n for r, n in sizes])
+    for part, (rows, length), each in zip(parts, sizes, levels, strict=True):
         row = part.view(rows, length)
         most = row.abs().amax(1)
-        are_roots = (row.amin(1) >= 0) & ((row.mean(1) < most / 3) | (row.amin(1) < most / 16))
+        are_roots = (row.amin(1) >= 0) & ((row.mean(1) < most / 3) | (row.amin(1) < most / 16)) & (each == BYTE_LEVELS)
         codes.append(torch.where(are_roots[:, None], row.abs().sqrt(), row))
         found.append(torch.where(are_roots, -codes[-1].amax(1), most))
     if not found:
         return torch.empty(0, dtype=torch.int8, device="cpu")
     joined = torch.cat(found)
-    # the smallest scale that rounds no number to more than the largest integer: what was read is written as it was
+    # the smallest scale that rounds no number to more than the largest integer
     tops = torch.repeat_interleave(torch.tensor([top(n) for n in levels]), torch.tensor([rows for rows, _ in sizes]))
     marks = _steps_below(joined.abs().double() * (tops / (tops + 0.5)), _VALUES, torch.ceil)
     wide = torch.from_numpy(_scales_of(marks.numpy(), _VALUES))
     stored = [marks.view(torch.int8)]
     marks[2:] |= (joined < 0).to(torch.uint8) << 7
-    for part, scale, each in zip(codes, wide.split([rows for rows, _ in sizes]), levels, strict=True):
-        shown = (part * (top(each) / scale.clamp(min=1e-38))[:, None]).round().clamp(-top(each), top(each))
+    ends = [rows for rows, _ in sizes]
+    for part, scale, are_roots, each, shape in zip(
+        codes, wide.split(ends), (joined < 0).split(ends), levels, shapes, strict=True
+    ):
+        shown = (part * (top(each) / scale.clamp(min=1e-36))[:, None]).round().clamp(-top(each), top(each))
+        shown += are_roots[:, None] & (part > 0) & (shown == 0)  # a variance next to nothing is still none of zero
+        if len(shape) > 1 and bool(part.any()) and float(shown.abs().max()) < top(each) / 2:
+            raise TaskFileError(
+                "storage",
+                f"a matrix whose numbers are {largest(part):.4g} at most is lost beside norms of {largest(values):.4g} "
+                "where all share their scales; choose 'int8' or 'bf16'",
+            )
         is_byte = each == BYTE_LEVELS
         stored.append(
             shown.to(torch.int8).flatten() if is_byte else torch.from_numpy(pack(shown, each)).view(torch.int8)
@@ -116,10 +127,12 @@ def values_of_bytes(data: Tensor, shapes: Shapes, levels: Sequence[int] = ()) ->
     lengths = np.repeat(each, rows)
     tops: Any = np.float32(127)
     if levels:
-        codes, tops = _unpacked(codes, shapes, levels), np.repeat(np.repeat([top(n) for n in levels], rows), lengths)
+        codes = _unpacked(codes, shapes, levels)
+        tops = np.repeat(np.repeat(np.array([top(n) for n in levels], np.float32), rows), lengths)
     if codes.min() == -128:
         raise TaskFileError("codes", "values hold the integer -128, expected -127 to 127")
-    numbers = codes.astype(np.float32) / tops.astype(np.float32)
+    numbers = codes.astype(np.float32)
+    numbers /= tops
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found afterwards
         numbers *= np.repeat(_scales_of(marks, _VALUES), lengths)
         np.square(numbers, out=numbers, where=np.repeat(marks[2:] > 127, lengths))

@@ -53,11 +53,11 @@ def rewritten(task: Task, sources: Sources, settings: Mapping[str, Any], base: M
             assert not isinstance(numbers, Tensor)
             stored += adapted[name] if numbers is None else numbers
     made = replace(task.table, rows=grouped(rows))
-    taken = {name: tensor for name, tensor in base.items() if name not in made.own}
+    taken = {name: tensor for name, tensor in base.items() if name not in made.not_compared}
     fingerprint = Fingerprint(task.info.base.architecture, values_digest(taken))
     info = replace(task.info, adapter=dict(settings), base=fingerprint)
     held: dict[str, Any] = {**assembled(stored), "values": torch.cat(values) if values else task.values[:0]}
-    return replace(task, info=info, table=made, integers=tuple(integers), **held)
+    return replace(task, info=info, table=made, integers=tuple(integers), packed=None, **held)
 
 
 def _own(task: Task) -> dict[str, Tensor]:
@@ -90,7 +90,8 @@ def base_norms(task: Task, owners: Mapping[str, list[Owner]], base: Mapping[str,
         first, second = (cut(base[name], indices[name]).to(weight) for name in names[:2])
         ratio, deviation = first / weight, (var + norm.eps).sqrt()
         off, squared = (bias - second) / weight, (deviation * ratio) ** 2 - norm.eps
-        if bool(((ratio > 1 / _ALIKE) & (ratio < _ALIKE) & (off.abs() < _ALIKE) & (squared > 0)).all()):
+        are_alike = (ratio > 1 / _ALIKE) & (ratio < _ALIKE) & (off.abs() < _ALIKE) & (squared > 0)
+        if bool((are_alike & squared.to(own[names[3]]).isfinite()).all()):  # half precision may not hold them
             found |= dict.fromkeys(names[:2], ("base", None))
             if norm.momentum is not None:  # else means go on from how many batches there were
                 found[f"{path}.num_batches_tracked"] = "base", None

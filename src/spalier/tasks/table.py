@@ -76,6 +76,12 @@ class Table:
         return frozenset(name for row in self.rows if row.source in ("values", "integers") for name in row.names)
 
     @cached_property
+    def not_compared(self) -> frozenset[str]:
+        """Tensors whose values in the base do not matter: the task's own, and counts beside statistics of its own."""
+        paths = [path for path, _, key in (name.rpartition(".") for name in self.own) if key == "running_mean"]
+        return self.own | {f"{path}.num_batches_tracked".removeprefix(".") for path in paths}
+
+    @cached_property
     def in_bytes(self) -> Table:
         """The table of the same task with each number of its adapters in a byte."""
         return self._recoded(0, 255)

@@ -160,6 +160,8 @@ class Task(InNotebooks):
     """Norms with their statistics, biases, the head: all that is the task's own, as numbers in every storage."""
     integers: tuple[int, ...] = ()
     """Integers of the task's own: how many batches a norm has seen."""
+    packed: Tensor | None = None
+    """The bytes that values are read from, in the storages that have them so: saved again they are the same."""
     refitted: Refitted | None = None
     """What each layer has lost, where `from_checkpoint` has just made the task; no file has it. Print it."""
 
@@ -188,8 +190,9 @@ class Task(InNotebooks):
             provenance: where it comes from, as plain data: data set, recipe, author.
             structure: what the network was pruned with, where it does not remember.
             base_norms: let weights and biases of batch norms be the base's, and move their statistics so that the
-                network computes the same: two numbers for each channel instead of four. What is built of it learns on
-                from the base's norms. By default where `refit_` was given a budget of bytes.
+                network computes the same: two numbers for each channel instead of four. Norms that this cannot be done
+                to keep four. Applied again, the norms' statistics go on, and their weights stay the base's. By default
+                where `refit_` was given a budget of bytes.
         """
         from spalier.adapters.attachment import attachment_of
         from spalier.tasks.extract import extract
@@ -337,12 +340,14 @@ class Task(InNotebooks):
             task = replace(self, table=self.table.in_bytes, **numbers.assembled(map(numbers.in_bytes, self.stored())))
         elif self.info.storage in _IN_BYTES:
             task = replace(self, table=self.table.in_numbers, **numbers.assembled(self._with_numbers()))
-        task = replace(task, info=replace(self.info, storage=storage))
+        packed = self.packed if storage == self.info.storage else None
+        task = replace(task, info=replace(self.info, storage=storage), packed=packed)
         if storage == "exact":
             return task
         dtype = _DTYPES.get(storage, torch.float16)
         if storage in numbers.SMALL:
-            values = numbers.values_of_bytes(numbers.values_in_bytes(task.values, *task._own_shapes), *task._own_shapes)
+            packed = task._packed()
+            task, values = replace(task, packed=packed), numbers.values_of_bytes(packed, *task._own_shapes)
         else:
             values = numbers.cast(task.values, dtype, "norms or head")
         return replace(
@@ -367,7 +372,7 @@ class Task(InNotebooks):
             tensors["scales"] = task.scales
         is_small = task.info.storage in numbers.SMALL
         if is_small:
-            tensors["values"] = numbers.values_in_bytes(task.values, *task._own_shapes)
+            tensors["values"] = task._packed()
         if is_small and task.scales.numel():
             small = numbers.scales_in_bytes(task.scales)
             if torch.equal(numbers.scales_of_bytes(small), task.scales.float()):
@@ -388,7 +393,7 @@ class Task(InNotebooks):
     def save(self, path: str | os.PathLike[str], *, storage: Storage = "exact") -> int:
         """Write NAME.task.safetensors, whole and durable or not at all; how many bytes it has.
 
-        ``storage="exact"`` keeps every bit; the smaller ones are those of `stored_as`.
+        ``storage="exact"`` keeps every bit of a task that is in no smaller storage; those are `stored_as`'s.
         """
         target = _path(path)
         if not target.name.endswith(format.SUFFIX):
@@ -412,6 +417,13 @@ class Task(InNotebooks):
         return _parsed(*contents)
 
     # what building, applying and checking need
+
+    def _packed(self) -> Tensor:
+        """Values in bytes. Rounding what was rounded could take another way, so what they were read from is kept."""
+        shapes, kept = self._own_shapes, self.packed
+        if kept is not None and torch.equal(numbers.values_of_bytes(kept, *shapes), self.values):
+            return kept
+        return numbers.values_in_bytes(self.values, *shapes)
 
     @cached_property
     def cut_rows(self) -> list[tuple[Row, Cut]]:
@@ -535,6 +547,7 @@ def _parsed(description: dict[str, Any], tensors: dict[str, Tensor]) -> Task:
     if length_of_codes is not None:
         vars(task)["codes"] = numbers.inflated(task.codes, length_of_codes, task._bytes_of_codes)
     if in_bytes_now:
+        vars(task)["packed"] = tensors["values"]
         vars(task)["values"] = numbers.values_of_bytes(tensors["values"], *task._own_shapes)
     task._check_numbers()
     return task
