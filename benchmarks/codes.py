@@ -12,7 +12,7 @@ MiniLM. Every figure is a JSON file of its own, so that a run that was stopped g
     python benchmarks/codes.py rates --data cifar10
     python benchmarks/codes.py run --data cifar10,flowers102 --seeds 0,1,2
     python benchmarks/codes.py run --stages wide-free,wide-random,control    # what else the paper's page compares
-    python benchmarks/codes.py latency
+    python benchmarks/codes.py latency --seeds 0
     python benchmarks/codes.py status
     python benchmarks/codes.py page
 
@@ -413,13 +413,18 @@ def tails(spec: Spec, seed: int, asked: set[str], most: float) -> None:
             write(spec, density, method, seed, {**found, "epochs": spec.extra[density], **told(way), "seconds": spent})
 
 
-def latency(spec: Spec) -> None:
-    """How fast networks of seed 0 are whose task files are there, in turns with the base, nothing beside it."""
+def latency(spec: Spec, seed: int) -> None:
+    """How fast networks of a seed are whose task files are there, in turns with the base, nothing beside it."""
     methods = ("wide", "wide-free", "direct-r8", "direct-r32")
-    files = {(m, d): task_file(spec, d, 0, m) for m in methods for d in spec.extra if d < 1}
+    files = {(m, d): task_file(spec, d, seed, m) for m in methods for d in spec.extra if d < 1}
     tasks = {f"{m} {100 * d:g}": sp.Task.load(file) for (m, d), file in files.items() if file.exists()}
     measured = sp.bench(
-        base_of(spec, 0), tasks, example_of(spec, 0)[:1], batches=(1, 32), backends=("eager", "onnxruntime"), fold=True
+        base_of(spec, seed),
+        tasks,
+        example_of(spec, seed)[:1],
+        batches=(1, 32),
+        backends=("eager", "onnxruntime"),
+        fold=True,
     )
     print(measured)
     folder = RESULTS / "latency"
@@ -430,7 +435,7 @@ def latency(spec: Spec) -> None:
         | {"speedup": speedups.get((t.network, t.backend, t.batch)), "macs": t.macs, "problem": t.problem}
         for t in measured.timings
     ]
-    told = {"data": spec.name, "machine": dict(measured.machine), "rounds": measured.rounds, "rows": rows}
+    told = {"data": spec.name, "seed": seed, "machine": dict(measured.machine), "rounds": measured.rounds, "rows": rows}
     (folder / f"{spec.name}.json").write_text(json.dumps(told, indent=1) + "\n")
 
 
@@ -473,11 +478,11 @@ def main() -> None:
     WORK = options.work
     torch.set_num_threads(1)
     specs = [SPECS[name] for name in options.data.split(",")]
+    seeds = [int(seed) for seed in options.seeds.split(",")]
     if options.command == "rates":
         for spec in specs:
             codes_rates.search(spec)
     elif options.command == "run":
-        seeds = [int(seed) for seed in options.seeds.split(",")]
         methods = set(filter(None, options.methods.split(",")))
         stages = options.stages.split(",")
         if unknown := set(stages) - set(STAGES):
@@ -485,7 +490,7 @@ def main() -> None:
         run_all(specs, seeds, stages, methods, options.most)
     elif options.command == "latency":
         for spec in specs:
-            latency(spec)
+            latency(spec, seeds[0])
     elif options.command == "status":
         print("\n".join(codes_page.status()))
     else:
