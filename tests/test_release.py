@@ -29,7 +29,8 @@ def archives(tmp_path_factory):
     folder = tmp_path_factory.mktemp("release")
     (source,) = SdistBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
     with tarfile.open(source) as archive:
-        archive.extractall(folder / "unpacked", filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has none
+        archive.extractall(folder / "unpacked")
     (unpacked,) = (folder / "unpacked").iterdir()
     (wheel,) = WheelBuilder(str(unpacked)).build(directory=str(folder), versions=["standard"])
     return unpacked, Path(wheel)
