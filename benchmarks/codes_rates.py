@@ -35,14 +35,18 @@ class Try:
     way: str
     optimizer: str
     rate: float
+    seed: int = SEED
 
     @property
     def file(self) -> Path:
-        return RATES / f"{self.spec.name}-{self.way}-{self.optimizer}-{self.rate:g}.json"
+        seed = f"-seed{self.seed}" if self.seed else ""
+        return RATES / f"{self.spec.name}-{self.way}-{self.optimizer}-{self.rate:g}{seed}.json"
 
     @property
     def learning(self) -> Learning:
         """The rate of each kind of parameter. In a tail all but the code learns as it does in fine-pruning's tail."""
+        if self.seed:
+            return Learning(self.optimizer, json.loads(replace(self, seed=SEED).file.read_text())["rates"])
         rates = {"rest": self.rate}
         if self.way == "direct":
             rates["factors"] = self.rate
@@ -56,6 +60,7 @@ class Try:
     def write(self, start: float, found: dict[str, Any]) -> None:
         """``start`` is when it began, in processor seconds."""
         told = {"data": self.spec.name, "way": self.way, "optimizer": self.optimizer, "rate": self.rate}
+        told |= {"seed": self.seed} if self.seed else {}
         told |= {"rates": self.learning.rates, **found, "seconds": round(time.process_time() - start, 1)}
         RATES.mkdir(parents=True, exist_ok=True)
         self.file.write_text(json.dumps(told, indent=1) + "\n")
@@ -81,6 +86,19 @@ def search(spec: Spec) -> None:
             attempt([try_of(spec, way, best["optimizer"], best["rate"] * (3 if best["rate"] == max(rates) else 1 / 3))])
         if way == "wide":
             decide(spec)
+    for seed in spec.search_seeds[1:]:
+        again(spec, seed)
+
+
+def again(spec: Spec, seed: int) -> None:
+    """All tails once more, on another network and split: a few hundred samples tell rates apart badly."""
+    tries = [Try(spec, way, t["optimizer"], t["rate"], seed) for way in TAILS for t in tries_of(spec, way)]
+    if all(each.file.exists() for each in tries):
+        return
+    take(spec, seed)
+    for each in tries:
+        if not each.file.exists():
+            tail(each)
 
 
 def decide(spec: Spec) -> None:
@@ -90,21 +108,26 @@ def decide(spec: Spec) -> None:
     for found in (of_each + [t for t in ended if t not in of_each])[:FINALISTS]:
         if "by density" not in found:
             whole(try_of(spec, "wide", found["optimizer"], found["rate"]), found)
+    take(spec, SEED)
+
+
+def take(spec: Spec, seed: int) -> None:
+    """Have the network of the best rate where tails look for it."""
     best = best_of(spec, "wide")
-    taken = try_of(spec, "wide", best["optimizer"], best["rate"])
+    taken = try_of(spec, "wide", best["optimizer"], best["rate"], seed)
     if not kept(taken).exists():  # work folders are no results: made again where a search goes on elsewhere
         whole(taken, None)
-    shutil.copyfile(kept(taken), codes.task_file(replace(spec, is_search=True), min(spec.searched), SEED))
+    shutil.copyfile(kept(taken), codes.task_file(replace(spec, is_search=True), min(spec.searched), seed))
 
 
 def whole(each: Try, found: dict[str, Any] | None) -> None:
     """Go the whole schedule as far as tries go. Without what was found, no figure is written: only the network."""
     trial, start = replace(each.spec, is_search=True), time.process_time()
-    net, last = attach(trial, SEED, sp.FineTune()), min(trial.searched)
+    net, last = attach(trial, each.seed, sp.FineTune()), min(trial.searched)
     trial = replace(trial, epochs={density: count for density, count in trial.epochs.items() if density >= last})
     by_density = {}
-    for density, _, _ in codes.along(net, trial, SEED, each.learning.at):
-        by_density[density] = accuracy(net, trial, SEED)
+    for density, _, _ in codes.along(net, trial, each.seed, each.learning.at):
+        by_density[density] = accuracy(net, trial, each.seed)
     kept(each).parent.mkdir(parents=True, exist_ok=True)
     sp.Task.of(net, trial.name).save(kept(each))
     if found is not None:
@@ -113,8 +136,8 @@ def whole(each: Try, found: dict[str, Any] | None) -> None:
         print(each.file.name, by_density, spent, flush=True)
 
 
-def try_of(spec: Spec, way: str, optimizer: str, rate: float) -> Try:
-    return Try(spec, way, optimizer, float(f"{rate:.1e}"))
+def try_of(spec: Spec, way: str, optimizer: str, rate: float, seed: int = SEED) -> Try:
+    return Try(spec, way, optimizer, float(f"{rate:.1e}"), seed)
 
 
 def attempt(tries: list[Try]) -> None:
@@ -154,18 +177,18 @@ def schedule(each: Try) -> Iterator[float]:
 def kept(each: Try) -> Path:
     """Where the network of a try is."""
     trial = replace(each.spec, is_search=True)
-    return codes.task_file(trial, min(trial.searched), SEED, f"{each.optimizer}-{each.rate:g}")
+    return codes.task_file(trial, min(trial.searched), each.seed, f"{each.optimizer}-{each.rate:g}")
 
 
 def tail(each: Try) -> None:
     start, trial, density = time.process_time(), replace(each.spec, is_search=True), min(each.spec.searched)
     learning, shared = each.learning.at(density), codes.Remembered()
-    found = codes.tail(trial, density, TAILS[each.way], SEED, teacher_of(trial.name), learning, shared)
+    found = codes.tail(trial, density, TAILS[each.way], each.seed, teacher_of(trial.name, each.seed), learning, shared)
     each.write(start, {"density": density, "accuracy": found["accuracy"]})
 
 
 @cache
-def teacher_of(name: str) -> Teacher:
+def teacher_of(name: str, seed: int) -> Teacher:
     """What it says of a batch is kept for the next try."""
     trial = replace(SPECS[name], is_search=True)
-    return codes.teacher_of(trial, min(trial.searched), SEED)
+    return codes.teacher_of(trial, min(trial.searched), seed)
