@@ -119,6 +119,17 @@ def test_a_budget_is_held_after_every_epoch_of_learning_on(tmp_path, monkeypatch
     assert len(set(budgets)) == 1
 
 
+def test_a_run_goes_on_where_its_budget_cannot_be_met_any_more(tmp_path, monkeypatch):
+    """Norms may take a few bytes more once they have learned; hours of learning are not lost for these."""
+    budgets = iter((3_200, 3_200, 600))  # at the refit, after the epoch, at the end
+    monkeypatch.setattr(narrow, "_left_for_codes", lambda *_: next(budgets))
+    done = quick(**{**WIDE, "densities": ()}, codes=("bytes-3200",)).run(tmp_path / "run", progress=False)
+    (row,) = done.rows
+    cut = [part for part, _ in done.tasks.load(row["task"]).cut_rows if part.path.endswith(("conv1", "conv2"))]
+    assert {part.source for part in cut} == {"base"}
+    assert next(budgets, None) is None
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -259,7 +259,7 @@ class Engine:
         values: dict[str, float | None] = {"loss": self.loss_sum / len(self.loader), "lr": self._lr(at.batch - 1)}
         where = self._where()
         if self._form is not None and self.wide is not None:  # what is made smaller now is learned around
-            hold_budget_(self.net, self._form, self.wide, self.config.storage)
+            hold_budget_(self.net, self._form, self.wide, self.config.storage, self.progress.line)
         self.position = at.replace(epoch=at.epoch + 1, epochs=at.epochs + (not at.form), batch=0)
         self.loss_sum = 0.0
         every = self.config.validate_every or int(self.config.keep_best)
@@ -306,7 +306,7 @@ class Engine:
         if self._form is not None and self.wide is not None:
             self._seed("refit")
             samples = self._samples(self.config.recovery_samples, shared=False)
-            hold_budget_(self.net, self._form, self.wide, self.config.storage, samples)
+            hold_budget_(self.net, self._form, self.wide, self.config.storage, self.progress.line, samples)
         self._add_row()
         if self.forms:
             self._restore_wide()

@@ -115,14 +115,12 @@ def write_narrow_(
     if budget is None:
         refit_(net, form.adapter, batches=samples, storage=storage)
         return
-    try:
-        refit_(net, bytes=budget, batches=samples, storage=storage, room=_ROOM)
-    except BudgetError as error:  # a run goes on, with the smallest file that there is
-        say(f"{form.name}: {error}; norms and head alone are learned")
-        refit_(net, ByLayer(), batches=samples, storage=storage)
+    _spend_(net, form, budget, samples, storage, say, room=_ROOM)
 
 
-def hold_budget_(net: nn.Module, form: Form, wide: Task, storage: Storage, samples: Iterable[Any] = ()) -> None:
+def hold_budget_(
+    net: nn.Module, form: Form, wide: Task, storage: Storage, say: Callable[[str], None], samples: Iterable[Any] = ()
+) -> None:
     """Where learning on has made the file larger than it may be, make its codes smaller.
 
     With samples, which is for the end, it is written once more where that is not enough.
@@ -131,7 +129,24 @@ def hold_budget_(net: nn.Module, form: Form, wide: Task, storage: Storage, sampl
     if budget is None or not attachment_of(net).updated or held_(net, budget, storage):
         return
     if left := list(samples):
-        refit_(net, bytes=budget, batches=left, storage=storage)
+        _spend_(net, form, budget, left, storage, say)
+
+
+def _spend_(
+    net: nn.Module,
+    form: Form,
+    budget: int,
+    samples: list[Any],
+    storage: Storage,
+    say: Callable[[str], None],
+    room: float = 0.0,
+) -> None:
+    """Spend a budget on codes; where nothing fits, a run goes on with the smallest file that there is."""
+    try:
+        refit_(net, bytes=budget, batches=samples, storage=storage, room=room)
+    except BudgetError as error:
+        say(f"{form.name}: {error}; norms and head alone are learned")
+        refit_(net, ByLayer(), batches=samples, storage=storage)
 
 
 @torch.no_grad()
