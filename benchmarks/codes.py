@@ -99,6 +99,12 @@ def teacher_of(spec: Spec, density: float, seed: int) -> Teacher:
     return Teacher(sp.Task.load(task_file(spec, density, seed)).build(base_of(spec, seed)).requires_grad_(False))
 
 
+def way_at(spec: Spec, way: str, density: float) -> Learning:
+    """How a tail learns. Rates grow as far as to the density that they were tried at: beyond, SGD's were too large."""
+    tried = min(SPECS[spec.rates_of or spec.name].searched, default=density)
+    return chosen(spec, way).at(max(density, tried))
+
+
 def extra(spec: Spec, density: float) -> range:
     """The epochs of a tail: other orders and crops than before, the same for all contenders."""
     return range(1000, 1000 + spec.extra[density])
@@ -192,14 +198,15 @@ def direct(spec: Spec, seed: int, rank: int) -> None:
     method = f"direct-r{rank}"
     if all(cell(spec, d, method, seed).exists() for d in spec.extra):
         return
-    way, later = chosen(spec, "direct"), chosen(spec, "low-rank")
+    way = chosen(spec, "direct")
     net, seconds = attach(spec, seed, sp.SPLoRA(rank=rank)), 0.0
     for density, epochs, spent in along(net, spec, seed, lambda _: way):
         seconds += spent
         if density in spec.extra:
             start, before = time.process_time(), accuracy(net, spec, seed)
             longer = copy.deepcopy(net)
-            learn_(longer, spec, seed, extra(spec, density), later.at(density), teacher_of(spec, density, seed))
+            later = way_at(spec, "low-rank", density)
+            learn_(longer, spec, seed, extra(spec, density), later, teacher_of(spec, density, seed))
             known = {
                 "epochs": epochs.stop + spec.extra[density],
                 **told(way),
@@ -310,6 +317,8 @@ def tail(
     untrained = accuracy(net, spec, seed)
     learn_(net, spec, seed, extra(spec, density), way, teacher, budget=budget)
     if budget is not None and not held_(net, budget, spec.storage):  # as a run does
+        if set(by_code) == {"nothing"}:
+            raise sp.errors.BudgetError(f"with no code at all, norms, head and masks take more than {budget} bytes")
         sp.refit_(net, bytes=budget, batches=batches, storage=spec.storage)
     found = stored(net, spec, seed, spec.storage if kind == "bytes" else "int8-all")
     assert kind != "bytes" or found["bytes"] <= budget_of(spec, density, seed, number)
@@ -404,7 +413,7 @@ def tails(spec: Spec, seed: int, asked: set[str], most: float) -> None:
         shared = Remembered()
         for method in missing:
             assert teacher is not None
-            start, way = time.process_time(), chosen(spec, way_of(method)).at(density)
+            start, way = time.process_time(), way_at(spec, way_of(method), density)
             try:
                 found = tail(spec, density, method, seed, teacher, way, shared)
             except (sp.errors.BudgetError, TooFewBytes) as error:  # it is a result that nothing fits
