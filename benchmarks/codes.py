@@ -193,12 +193,16 @@ def told(way: Learning) -> dict[str, Any]:
     return {"optimizer": way.optimizer, "rates": dict(way.rates)}
 
 
+RANKED = {8: "direct", 32: "direct32"}
+"""Ranks that are learned directly, and the way that rates are chosen for."""
+
+
 def direct(spec: Spec, seed: int, rank: int) -> None:
     """SPLoRA learned as low rank, with the tails' epochs and teacher on a copy at each density that is shown."""
     method = f"direct-r{rank}"
     if all(cell(spec, d, method, seed).exists() for d in spec.extra):
         return
-    way = chosen(spec, "direct")
+    way = chosen(spec, RANKED[rank])
     net, seconds = attach(spec, seed, sp.SPLoRA(rank=rank)), 0.0
     for density, epochs, spent in along(net, spec, seed, lambda _: way):
         seconds += spent
@@ -460,7 +464,7 @@ def run_all(specs: list[Spec], seeds: list[int], stages: list[str], methods: set
                 elif stage == "tails":
                     tails(spec, seed, methods, most)
                 elif stage == "direct":
-                    for rank in (8, 32):
+                    for rank in RANKED:
                         if not methods or f"direct-r{rank}" in methods:
                             direct(spec, seed, rank)
                 elif stage == "ablation":

@@ -95,6 +95,7 @@ _RESNET50: dict[str, Any] = {
     "tried": {
         "wide": {"adamw": 3e-4, "sgd": 0.01},
         "direct": {"adamw": 3e-3, "sgd": 0.03},
+        "direct32": {"adamw": 1e-3, "sgd": 0.01},
         "wide+": {"adamw": 2e-4, "sgd": 3e-3},
         "free": {"adamw": 2e-4, "sgd": 3e-3},
         "low-rank": {"adamw": 1e-3, "sgd": 0.03},
@@ -103,6 +104,7 @@ _RESNET50: dict[str, Any] = {
     },
 }
 _ON_TEXTS = {"rest": 1.5e-4, "bits": 1.5e-4, "factors": FAST * 1.5e-4, "gains": FAST * 1.5e-4}
+_DIRECT_ON_TEXTS = {"rest": 2e-3, "factors": 2e-3}
 _SPECS = (
     Spec(
         "cifar10", "CIFAR-10, ResNet-20", "experiments.paper.networks:resnet20", "resnet20-cifar100.safetensors",
@@ -111,6 +113,7 @@ _SPECS = (
         searched={1.0: 2, 0.6: 2, 0.3: 3}, storage="int4-head",  # at 30% the head would be a sixth of the file
         tried={
             "wide": {"adamw": 2e-3, "sgd": 0.02}, "direct": {"adamw": 3e-3, "sgd": 0.1},
+            "direct32": {"adamw": 9e-3, "sgd": 0.03},
             "wide+": {"adamw": 1e-3, "sgd": 0.01}, "free": {"adamw": 1e-3, "sgd": 0.01},
             "low-rank": {"adamw": 3e-3, "sgd": 0.03}, "bits": {"adamw": 1e-3, "sgd": 0.01},
             "budget": {"adamw": 1e-3, "sgd": 0.01},
@@ -137,7 +140,8 @@ _SPECS = (
         train=5452, test=500, batch=32, epochs={1.0: 1, 0.7: 1, 0.5: 1}, extra={0.5: 1}, budget="macs",
         searched={}, tried={},
         known={  # those of benchmarks/text.py; what is written narrow learns on as in a run
-            "wide": {"rest": 3e-4}, "direct": {"rest": 2e-3, "factors": 2e-3},
+            "wide": {"rest": 3e-4},
+            **dict.fromkeys(("direct", "direct32"), _DIRECT_ON_TEXTS),
             **dict.fromkeys(("wide+", "free", "low-rank", "bits", "budget"), _ON_TEXTS),
         },
     ),

@@ -377,7 +377,8 @@ learned SPLoRA, at 1.5e-4 for tails, and five times that for factors and scales,
 """
 WAYS = {
     "wide": "fine-pruning",
-    "direct": "SPLoRA, directly",
+    "direct": "SPLoRA r8, directly",
+    "direct32": "SPLoRA r32, directly",
     "wide+": "extra epochs",
     "free": "no base",
     "low-rank": "refit SPLoRA",

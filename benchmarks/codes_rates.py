@@ -20,6 +20,7 @@ from typing import Any
 
 import codes
 import spalier as sp
+from codes import RANKED
 from codes_learning import RATES, SPECS, Learning, Spec, Teacher, accuracy, attach, best_of, tries_of
 
 SEED, FARTHER, FINALISTS = 0, 2, 3
@@ -48,7 +49,7 @@ class Try:
         if self.seed:
             return Learning(self.optimizer, json.loads(replace(self, seed=SEED).file.read_text())["rates"])
         rates = {"rest": self.rate}
-        if self.way == "direct":
+        if self.way in RANKED.values():
             rates["factors"] = self.rate
         elif self.way in ("low-rank", "bits", "budget"):
             rates["rest"] = best_of(self.spec, "wide+", self.optimizer)["rate"]
@@ -71,7 +72,7 @@ def search(spec: Spec) -> None:
     """Try what has not been tried yet; ways that stand on others come after these."""
     if spec.rates_of or spec.known:
         return
-    for way in ("wide", "direct", *TAILS):
+    for way in ("wide", *RANKED.values(), *TAILS):
         first = [
             try_of(spec, way, optimizer, middle * factor)
             for optimizer, middle in spec.tried[way].items()
@@ -102,17 +103,16 @@ def again(spec: Spec, seed: int) -> None:
 
 
 def decide(spec: Spec) -> None:
-    """Let the best tries of fine-pruning go the whole schedule; the network of the best is what tails are tried on."""
+    """Let the best tries of fine-pruning go the whole schedule."""
     ended = sorted((t for t in tries_of(spec, "wide") if "accuracy" in t), key=lambda t: -t["accuracy"])
     of_each = [next(t for t in ended if t["optimizer"] == optimizer) for optimizer in spec.tried["wide"]]
     for found in (of_each + [t for t in ended if t not in of_each])[:FINALISTS]:
         if "by density" not in found:
             whole(try_of(spec, "wide", found["optimizer"], found["rate"]), found)
-    take(spec, SEED)
 
 
 def take(spec: Spec, seed: int) -> None:
-    """Have the network of the best rate where tails look for it."""
+    """Have the network of the best rate of fine-pruning where tails look for it."""
     best = best_of(spec, "wide")
     taken = try_of(spec, "wide", best["optimizer"], best["rate"], seed)
     if not kept(taken).exists():  # work folders are no results: made again where a search goes on elsewhere
@@ -145,6 +145,7 @@ def attempt(tries: list[Try]) -> None:
     if all(each.file.exists() for each in tries):
         return
     if tries[0].way in TAILS:
+        take(tries[0].spec, SEED)
         for each in tries:
             if not each.file.exists():
                 tail(each)
@@ -161,7 +162,8 @@ def attempt(tries: list[Try]) -> None:
 def schedule(each: Try) -> Iterator[float]:
     """Learn and prune along the short schedule. After the first block its accuracy; then all of it is written."""
     trial, start = replace(each.spec, is_search=True, epochs=each.spec.searched), time.process_time()
-    net = attach(trial, SEED, sp.FineTune() if each.way == "wide" else sp.SPLoRA(rank=8))
+    rank = {way: rank for rank, way in RANKED.items()}.get(each.way)
+    net = attach(trial, SEED, sp.FineTune() if rank is None else sp.SPLoRA(rank=rank))
     growing = each.learning.at if each.way == "wide" else lambda _: each.learning
     found: dict[str, Any] = {}
     for density, _, spent in codes.along(net, trial, SEED, growing):
