@@ -72,9 +72,10 @@ def claim(found: Found) -> str:
         leads = against_wide(found, density, method)
         absent = [name for name in IMAGES if name not in leads]
         is_impossible = absent and all(found.get((name, density, method)) for name in absent)
-        few = f" ({len(leads)} data sets so far)" if absent else ""
+        sets = f"{len(leads)} data set" + "s" * (len(leads) > 1)
+        few = f" ({sets} so far)" if absent else ""
         if is_impossible:
-            few = f" ({len(leads)} data sets; on {', '.join(map(short, absent))} no file is that small)"
+            few = f" ({sets}; on {', '.join(map(short, absent))} no file is that small)"
         lead = over_sets(leads) if leads else 0.0
         return f"{abs(lead):.1f} points {'behind' if lead < 0 else 'ahead'}{few}" if leads else "not measured"
 
