@@ -99,10 +99,10 @@ def teacher_of(spec: Spec, density: float, seed: int) -> Teacher:
     return Teacher(sp.Task.load(task_file(spec, density, seed)).build(base_of(spec, seed)).requires_grad_(False))
 
 
-def way_at(spec: Spec, way: str, density: float) -> Learning:
+def way_at(spec: Spec, way: str, density: float, optimizer: str | None = None) -> Learning:
     """How a tail learns. Rates grow as far as to the density that they were tried at: beyond, SGD's were too large."""
     tried = min(SPECS[spec.rates_of or spec.name].searched, default=density)
-    return chosen(spec, way).at(max(density, tried))
+    return chosen(spec, way, optimizer).at(max(density, tried))
 
 
 def extra(spec: Spec, density: float) -> range:
@@ -209,7 +209,7 @@ def direct(spec: Spec, seed: int, rank: int) -> None:
         if density in spec.extra:
             start, before = time.process_time(), accuracy(net, spec, seed)
             longer = copy.deepcopy(net)
-            later = way_at(spec, "low-rank", density)
+            later = way_at(spec, "low-rank", density, way.optimizer)  # another one undoes what it has learned
             learn_(longer, spec, seed, extra(spec, density), later, teacher_of(spec, density, seed))
             known = {
                 "epochs": epochs.stop + spec.extra[density],

@@ -193,10 +193,11 @@ def in_rows(spec: Spec, found: dict[str, Any]) -> float:
     return float(np.mean([by_density[density] for density in spec.extra if density in by_density] or [0.0]))
 
 
-def chosen(spec: Spec, way: str) -> Learning:
+def chosen(spec: Spec, way: str, optimizer: str | None = None) -> Learning:
+    """The best way that was tried, of one optimiser or of all."""
     if spec.known:
         return Learning("adamw", spec.known[way])
-    best = best_of(spec, way)
+    best = best_of(spec, way, optimizer)
     return Learning(best["optimizer"], best["rates"])
 
 
