@@ -154,7 +154,7 @@ class Timed(sp.runs.Engine):
     def make_row(self) -> dict[str, Any]:
         if self.earlier is None:  # rows that another process has made
             self.earlier = self.rows[-1]["cpu_seconds"] if self.rows else 0.0
-        return {**super().make_row(), "cpu_seconds": round(self.earlier + time.process_time() - self.began, 1)}
+        return {**super().make_row(), "cpu_seconds": round(self.earlier + time.process_time() - self.began, 2)}
 
 
 def folder_of(spec: Spec, method: str, seed: int) -> Path:
@@ -233,7 +233,7 @@ def lora_at(spec: Spec, seed: int, rate: float) -> dict[str, Any]:
         size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
     learned = sum(p.numel() for p in net.parameters() if p.requires_grad)
     found = {"test": accuracy(net, data.test), "validation": accuracy(net, data.validation), "bytes": size}
-    spent = {"seconds": round(time.process_time() - start, 1), "lr": rate, "epochs": spec.epochs}
+    spent = {"seconds": round(time.process_time() - start, 2), "lr": rate, "epochs": spec.epochs}
     return {**found, "learned": learned, "macs": 1.0, "weights": 1.0, **spent}
 
 
