@@ -105,7 +105,7 @@ def mean(values: list[float], sign: str = "") -> str:
     if not values:
         return "-"
     spread = f" ± {statistics.stdev(values) / len(values) ** 0.5:.1f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):{sign}.1f}{spread}"
+    return f"{statistics.mean(values):{sign}z.1f}{spread}"
 
 
 def entry(found: Found, spec: Spec, density: float, method: str) -> str:
@@ -189,9 +189,9 @@ def goals(found: Found) -> list[str]:
         cells = [_points(leads, found.get((name, density, method), {}), name) for name in IMAGES]
         is_whole = len(leads) == len(IMAGES)
         reached = "" if not is_whole else (", reached" if over_sets(leads) >= asked else ", missed")
-        mean = f"{over_sets(leads):+.1f}" if leads else "-"
+        mean = f"{over_sets(leads):+z.1f}" if leads else "-"
         mean += "" if is_whole or not leads else f" (of {len(leads)})"
-        lines.append(f"| {TITLES[method]} | {density:.0%} | {' | '.join(cells)} | {mean} | {asked:+.1f}{reached} |")
+        lines.append(f"| {TITLES[method]} | {density:.0%} | {' | '.join(cells)} | {mean} | {asked:+z.1f}{reached} |")
     return lines
 
 
@@ -207,7 +207,7 @@ def rivals(found: Found) -> list[str]:
         leads = [against_rival(found, density, method) for density in (0.5, 0.3, 0.1)]
         if not any(leads):
             continue
-        cells = [", ".join(f"{lead[n]:+.1f}" if n in lead else "-" for n in IMAGES) for lead in leads]
+        cells = [", ".join(f"{lead[n]:+z.1f}" if n in lead else "-" for n in IMAGES) for lead in leads]
         lines.append(f"| {TITLES[method]} | {' | '.join(cells)} |")
     return lines
 
@@ -319,7 +319,7 @@ def in_short(found: Found) -> list[str]:
     def points(method: str, density: float) -> str:
         leads = against_wide(found, density, method)
         few = "" if len(leads) == len(IMAGES) else f" ({len(leads)} of {len(IMAGES)} sets)"
-        return f"{over_sets(leads):+.1f}{few}" if leads else "not measured"
+        return f"{over_sets(leads):+z.1f}{few}" if leads else "not measured"
 
     codes = (*REFITS, "bytes-10", "bytes-12", "bytes-20", "bytes-50")
     leads = [lead for m in codes for d in (0.5, 0.3, 0.1) for lead in against_rival(found, d, m).values()]

@@ -150,7 +150,7 @@ def summary(found: Found) -> str:
                 if s in whole
             ]
             few = "" if len(leads) == len(IMAGES) else f" ({len(leads)} of {len(IMAGES)})"
-            row.append(f"{over_sets(leads):+.1f}, 1/{statistics.median(shares):.0f}{few}")
+            row.append(f"{over_sets(leads):+z.1f}, 1/{statistics.median(shares):.0f}{few}")
         if any(row):
             lines.append([TITLES[method], *row])
     return rows(["", *(f"{d:.0%}" for d in DENSITIES)], lines)
@@ -168,7 +168,7 @@ def papers_claims(found: Found) -> str:
                 / statistics.mean(c["learned"] for c in good(found, name, density, method).values())
                 for name in leads
             ]
-            row += [f"{over_sets(leads):+.1f}", " / ".join(f"{f:.1f}" for f in fewer)] if leads else ["", ""]
+            row += [f"{over_sets(leads):+z.1f}", " / ".join(f"{f:.1f}" for f in fewer)] if leads else ["", ""]
         if any(row[1:]):
             lines.append(row)
     heads = ["", "points at 30%", "times fewer numbers", "points at 10%", "times fewer numbers"]
