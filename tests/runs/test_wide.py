@@ -119,15 +119,27 @@ def test_a_budget_is_held_after_every_epoch_of_learning_on(tmp_path, monkeypatch
     assert len(set(budgets)) == 1
 
 
-def test_a_run_goes_on_where_its_budget_cannot_be_met_any_more(tmp_path, monkeypatch):
+def test_a_run_goes_on_where_its_budget_cannot_be_met_any_more(tmp_path, monkeypatch, capsys):
     """Norms may take a few bytes more once they have learned; hours of learning are not lost for these."""
     budgets = iter((3_200, 3_200, 600))  # at the refit, after the epoch, at the end
     monkeypatch.setattr(narrow, "_left_for_codes", lambda *_: next(budgets))
-    done = quick(**{**WIDE, "densities": ()}, codes=("bytes-3200",)).run(tmp_path / "run", progress=False)
+    done = quick(**{**WIDE, "densities": ()}, codes=("bytes-3200",)).run(tmp_path / "run", progress=True)
+    said = "".join(capsys.readouterr())
+    assert "bytes-3200: bytes=600 cannot be reached" in said
+    assert "norms and head alone are learned" in said
     (row,) = done.rows
     cut = [part for part, _ in done.tasks.load(row["task"]).cut_rows if part.path.endswith(("conv1", "conv2"))]
     assert {part.source for part in cut} == {"base"}
     assert next(budgets, None) is None
+
+
+def test_a_run_says_where_even_a_file_without_codes_is_too_large(tmp_path, capsys):
+    run = quick(**{**WIDE, "densities": ()}, codes=("bytes-1000",))
+    (row,) = run.run(tmp_path / "run", progress=True).rows
+    said = "".join(capsys.readouterr())
+    assert row["bytes"] > 1_000
+    assert said.count("norms and head alone are learned") == 1  # at the refit
+    assert said.count("bytes-1000: without any code, norms and head take more") == 1  # and at the end
 
 
 @pytest.mark.parametrize(

@@ -126,10 +126,13 @@ def hold_budget_(
     With samples, which is for the end, it is written once more where that is not enough.
     """
     budget = _left_for_codes(form, wide, storage)
-    if budget is None or not attachment_of(net).updated or held_(net, budget, storage):
+    if budget is None or held_(net, budget, storage):
         return
-    if left := list(samples):
+    left = list(samples)
+    if left and attachment_of(net).updated:
         _spend_(net, form, budget, left, storage, say)
+    elif left:
+        say(f"{form.name}: without any code, norms and head take more than the {budget} bytes that are left for them")
 
 
 def _spend_(
